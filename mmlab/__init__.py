@@ -1,0 +1,1 @@
+"""One transformer backbone and one data layer for text, speech and vision."""

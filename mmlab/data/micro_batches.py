@@ -1,0 +1,102 @@
+"""What runs in the loader's workers: one micro-batch from its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mmlab.data.collate import Batch, Example, Examples, collate
+from mmlab.data.order import SampleGenerators
+from mmlab.data.packing import Row
+from mmlab.data.sources.base import BadSample, BadSampleError, Source
+from mmlab.modalities.base import EncodingError
+
+
+@dataclass(frozen=True)
+class MicroPlan:
+    """Rows of one rank's micro-batch, and the step that it belongs to."""
+
+    rows: list[Row]
+    epoch: int
+    step: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset[Batch]):
+    """Reads, transforms and collates the samples of a plan. The same plan gives the same batch anywhere.
+
+    A bad sample leaves a hole; a micro-batch of nothing else, or of nothing at all, is one empty example.
+
+    Args:
+        source: what is read.
+        examples: how it becomes arrays.
+        seed: seed of the run; random transforms depend on it, the epoch and the sample alone.
+        width: length of the padded rows; None pads to the longest.
+    """
+
+    source: Source
+    examples: Examples
+    seed: int
+    width: int | None = None
+
+    def __getitem__(self, plan: MicroPlan) -> Batch:
+        ids: list[int] = []
+        bad: list[BadSample] = []
+        rows: list[list[Example]] = []
+        generator = SampleGenerators(self.seed, plan.epoch)
+        for planned in plan.rows:
+            row = []
+            for sample in planned:
+                try:
+                    row.append(self.examples(self.source[sample], generator(sample)))
+                except BadSampleError as error:
+                    bad.append(BadSample(sample, str(error)))
+                except EncodingError as error:
+                    bad.append(BadSample(sample, f"{self.source.name(sample)}: {error}"))
+                else:
+                    ids.append(sample)
+            if row:
+                rows.append(row)
+        tensors = (
+            collate(rows, self.width, self.examples.padding)
+            if rows
+            else collate([[self.examples.empty()]], None, self.examples.padding)
+        )
+        return Batch(
+            tensors,
+            ids=torch.tensor(ids, dtype=torch.int64),
+            counts=self.examples.counts(tensors),
+            bad=bad,
+            epoch=plan.epoch,
+            step=plan.step,
+            micro=plan.micro,
+        )
+
+
+def read(
+    batches: MicroBatches, plans: Iterable[MicroPlan], num_workers: int, prefetch: int, pin_memory: bool
+) -> Iterator[Batch]:
+    """Micro-batches in the order of their plans, made by `num_workers` processes (0: by this one).
+
+    Neither reads nor changes the global random state.
+    """
+    loader: DataLoader[Batch] = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=plans,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        collate_fn=_same,
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _same(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,205 @@
+"""One training run, from its folder: `python -m mmlab.train RUN_FOLDER`.
+
+The folder holds `config.yaml`, the whole resolved configuration; every rank of a run, a job of a sweep and a
+resumed run start from that file. If the folder has checkpoints, training goes on from the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlab.runconfig import RunConfig, flat, load_config
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import Logger
+
+    from mmlab.data.datamodule import DataModule
+    from mmlab.tasks.base import Task
+
+CHECKPOINTS = "checkpoints"
+
+log = logging.getLogger("mmlab")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains the run in the folder that is named on the command line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if len(words) != 1:
+        raise SystemExit("usage: python -m mmlab.train RUN_FOLDER")
+    run(Path(words[0]))
+
+
+def run(folder: Path) -> dict[str, float]:
+    """Trains the run in `folder` to its last step and returns its newest metrics, by tag."""
+    import torch
+
+    from mmlab import records
+
+    config = load_config(folder)
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    start = newest_checkpoint(folder)
+    trainer = build_trainer(config, folder, after_step=_step(start))
+    task, data = build_task(config), build_data(config)
+    if trainer.is_global_zero:
+        records.start_segment(folder, config, data.fingerprint(), from_step=_step(start))
+    try:
+        trainer.fit(task, datamodule=data, ckpt_path=start, weights_only=True)
+    except BaseException as error:
+        if trainer.is_global_zero:
+            records.finish(folder, "failed", task.latest, reason=f"{type(error).__name__}: {error}")
+        raise
+    if trainer.is_global_zero:
+        records.finish(folder, "finished", task.latest)
+        _report(folder, config, task.latest)
+    return task.latest
+
+
+def build_task(config: RunConfig) -> Task:
+    """The task of a run, with the switches of its trainer."""
+    from mmlab.tasks.base import Switches
+    from mmlab.tasks.config import TaskParts
+
+    parts = TaskParts(**{field.name: getattr(config, field.name) for field in fields(TaskParts)})
+    task = parts.build()
+    task.switches = Switches(
+        activation_checkpointing=config.trainer.activation_checkpointing,
+        compile=config.trainer.compile,
+        log_every=config.trainer.log_every,
+    )
+    return task
+
+
+def build_data(config: RunConfig) -> DataModule:
+    """The data of a run, read through its task's examples."""
+    from mmlab.data.datamodule import DataModule
+
+    return DataModule(
+        config.data,
+        config.task.examples(config.modality, config.data.max_length),
+        seed=config.seed,
+        total_steps=config.schedule.steps,
+        cache=Path(config.paths.cache),
+    )
+
+
+def build_trainer(config: RunConfig, folder: Path, after_step: int = 0) -> Trainer:
+    """Lightning's trainer as `config` asks for it; the run's files go to `folder`.
+
+    Args:
+        config: the run.
+        folder: its folder.
+        after_step: the optimizer step that training starts from.
+    """
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    from mmlab.data.datamodule import accumulation
+
+    rhythm = config.trainer
+    accelerator = rhythm.accelerator
+    if accelerator == "auto":
+        accelerator = _AcceleratorConnector._choose_auto_accelerator()
+    device = {"gpu": "cuda"}.get(accelerator, accelerator)
+    micro_batches = accumulation(config.data, config.devices)
+    return Trainer(
+        accelerator=accelerator,
+        devices=config.devices,
+        strategy=config.strategy.build(config.devices, device),
+        plugins=[config.precision.build(device)],
+        max_steps=config.schedule.steps,
+        max_epochs=-1,
+        accumulate_grad_batches=micro_batches,
+        val_check_interval=rhythm.validate_every * micro_batches,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=rhythm.sanity_batches if config.data.validation is not None else 0,
+        limit_val_batches=1.0 if config.data.validation is not None else 0,
+        log_every_n_steps=1,
+        logger=_loggers(config, folder, after_step),
+        callbacks=_callbacks(config, folder),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        inference_mode=False,
+        default_root_dir=folder,
+    )
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of the run in `folder`, or None."""
+    files = sorted((folder / CHECKPOINTS).glob("step-*.ckpt"))
+    return files[-1] if files else None
+
+
+def data_fingerprint(config: RunConfig) -> str:
+    """What the run reads: sources, vocabulary and transform, by content."""
+    return build_data(config).fingerprint()
+
+
+def _step(checkpoint: Path | None) -> int:
+    from mmlab.callbacks.checkpoint import step_of
+
+    return step_of(checkpoint) if checkpoint is not None else 0
+
+
+def _loggers(config: RunConfig, folder: Path, after_step: int) -> list[Logger]:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from mmlab.callbacks.metrics_file import MetricsFile
+
+    loggers: list[Logger] = []
+    if config.logger.tensorboard:
+        purge = after_step + 1 if after_step else None
+        loggers.append(
+            TensorBoardLogger(folder, name="", version="", default_hp_metric=False, purge_step=purge)
+        )
+    if config.logger.csv:
+        loggers.append(MetricsFile(folder / "metrics.csv", after_step))
+    return loggers
+
+
+def _callbacks(config: RunConfig, folder: Path) -> list[Any]:
+    from mmlab.callbacks.checkpoint import Checkpoints
+    from mmlab.callbacks.hyperparameters import HyperParameters
+
+    rhythm = config.trainer
+    callbacks: list[Any] = [callback.build() for callback in config.callbacks.values()]
+    if config.logger.tensorboard:
+        callbacks.append(HyperParameters(flat(config)))
+    callbacks.append(
+        Checkpoints(
+            folder / CHECKPOINTS,
+            every=rhythm.checkpoint_every,
+            validate_every=rhythm.validate_every,
+            keep_last=rhythm.keep_last,
+            keep_best=rhythm.keep_best,
+            monitor=rhythm.monitor,
+            steps=config.schedule.steps,
+        )
+    )
+    return callbacks
+
+
+def _report(folder: Path, config: RunConfig, metrics: dict[str, float]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\nrun folder  {folder}")
+    for name, value in metrics.items():
+        if name.startswith("val/"):
+            console.print(f"{name:<22}{value:.4f}")
+    console.print("\nnext:")
+    console.print(f"  tensorboard --logdir {config.paths.runs}")
+    console.print(f"  mmlab train name={config.name} backbone.depth=6          # change one thing")
+    console.print("  mmlab train -m seed=1,2,3                          # three seeds")
+
+
+if __name__ == "__main__":
+    main()
