@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -45,6 +46,7 @@ def run(folder: Path) -> dict[str, float]:
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")  # its own deprecation
     start = newest_checkpoint(folder)
     trainer = build_trainer(config, folder, after_step=_step(start))
     task, data = build_task(config), build_data(config)
@@ -150,16 +152,12 @@ def _step(checkpoint: Path | None) -> int:
 
 
 def _loggers(config: RunConfig, folder: Path, after_step: int) -> list[Logger]:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
     from mmlab.callbacks.metrics_file import MetricsFile
+    from mmlab.callbacks.tensorboard import TensorBoard
 
     loggers: list[Logger] = []
     if config.logger.tensorboard:
-        purge = after_step + 1 if after_step else None
-        loggers.append(
-            TensorBoardLogger(folder, name="", version="", default_hp_metric=False, purge_step=purge)
-        )
+        loggers.append(TensorBoard(folder, after_step))
     if config.logger.csv:
         loggers.append(MetricsFile(folder / "metrics.csv", after_step))
     return loggers
@@ -167,7 +165,7 @@ def _loggers(config: RunConfig, folder: Path, after_step: int) -> list[Logger]:
 
 def _callbacks(config: RunConfig, folder: Path) -> list[Any]:
     from mmlab.callbacks.checkpoint import Checkpoints
-    from mmlab.callbacks.hyperparameters import HyperParameters
+    from mmlab.callbacks.tensorboard import HyperParameters
 
     rhythm = config.trainer
     callbacks: list[Any] = [callback.build() for callback in config.callbacks.values()]

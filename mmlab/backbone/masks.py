@@ -113,8 +113,8 @@ def dense_mask(segments_BT: Tensor, key_segments_BS: Tensor, causal: bool, windo
 def find_pieces(segments_BT: Tensor, key_segments_BS: Tensor | None) -> Pieces | None:
     """Document spans, consecutive ones of equal length joined.
 
-    None if a document is not one contiguous run, or if there is nothing to attend to at all: the dense form then
-    keeps every weight in the graph, as data-parallel training needs.
+    None if a document is not one contiguous run, or if there is nothing to attend to at all: the dense form
+    then keeps every weight in the graph, as data-parallel training needs.
     """
     queries = _runs(segments_BT)
     keys = queries if key_segments_BS is None else _runs(key_segments_BS)

@@ -130,7 +130,9 @@ class DataModule(LightningDataModule):
         self, ranks: int, rank: int, all_reduce: AllReduce, pin_memory: bool, micro_batches: int = 1
     ) -> Execution:
         config = self.config
-        return Execution(ranks, rank, micro_batches, config.num_workers, config.prefetch, pin_memory, all_reduce)
+        return Execution(
+            ranks, rank, micro_batches, config.num_workers, config.prefetch, pin_memory, all_reduce
+        )
 
     def _layout(self) -> dict[str, Any]:
         """This process's place among those that read different data."""

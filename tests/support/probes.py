@@ -50,7 +50,8 @@ class Record(Callback):
 
 def recorded(folder):
     """All lines that the ranks of a run wrote."""
-    return [json.loads(line) for path in sorted(Path(folder).glob("*.jsonl")) for line in path.open()]
+    paths = sorted(Path(folder).glob("*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,11 @@ class JsonLines(Source):
         row = self._lines.row(index)
         text = row.get(self._field)
         if not isinstance(text, str):
-            found = f"field {self._field!r} is {type(text).__name__}" if self._field in row else f"fields {list(row)}"
+            found = (
+                f"field {self._field!r} is {type(text).__name__}"
+                if self._field in row
+                else f"fields {list(row)}"
+            )
             raise BadSampleError(f"{self.name(index)}: no text in {self._field!r}: {found}")
         return {"text": text}
 

@@ -12,7 +12,7 @@ from mmlab.data.files import combined_sha256, file_sha256, find_files
 from mmlab.data.sources.base import BadSampleError, Source, SourceConfig
 
 if TYPE_CHECKING:
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
 
 _GROUPS_KEPT = 2
 
@@ -38,7 +38,9 @@ class Parquet(Source):
 
     def __init__(self, files: list[Path], column: str, cache: Path | None = None) -> None:
         self._files, self._column, self._cache = files, column, cache
-        groups = [(number, group, rows) for number, file in enumerate(files) for group, rows in self._sizes(file)]
+        groups = [
+            (number, group, rows) for number, file in enumerate(files) for group, rows in self._sizes(file)
+        ]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._groups[:, 2])])
         self._kept: dict[int, pyarrow.ChunkedArray] = {}
@@ -64,7 +66,9 @@ class Parquet(Source):
 
     def fingerprint(self) -> str:
         """Changes with the files' content and order and with the column."""
-        return combined_sha256("parquet", self._column, *(file_sha256(file, self._cache) for file in self._files))
+        return combined_sha256(
+            "parquet", self._column, *(file_sha256(file, self._cache) for file in self._files)
+        )
 
     def _place(self, index: int) -> int:
         if not 0 <= index < len(self):

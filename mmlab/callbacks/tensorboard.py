@@ -1,14 +1,35 @@
-"""Hyper-parameters beside the final metrics, for TensorBoard's HPARAMS page."""
+"""TensorBoard: a run's events in its own folder, and hyper-parameters beside the final metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from mmlab.tasks.base import Task
+
+
+class TensorBoard(TensorBoardLogger):
+    """Writes events into the run folder itself: the run's name on the page is its path below the runs folder.
+
+    Args:
+        folder: the run folder.
+        after_step: the optimizer step that the run starts from. What an earlier process wrote after it is
+            hidden, because it is repeated.
+    """
+
+    def __init__(self, folder: Path, after_step: int = 0) -> None:
+        purge = after_step + 1 if after_step else None
+        super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Flushes the events; hyper-parameters stand in config.yaml and on the HPARAMS page."""
+        self.experiment.flush()
 
 
 class HyperParameters(Callback):
@@ -42,7 +63,7 @@ class HyperParameters(Callback):
     def _write(self, trainer: Trainer, tags: Mapping[str, float], parts: tuple[int, ...]) -> None:
         summaries = hparams(self.values, dict(tags))  # experiment, session start, session end
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            if isinstance(logger, TensorBoard) and trainer.is_global_zero:
                 writer = logger.experiment._get_file_writer()
                 for part in parts:
                     writer.add_summary(summaries[part])
