@@ -94,8 +94,9 @@ class Jobs:
         self.sweep = settings.mode == RunMode.MULTIRUN
         self.started += 1
         label = f"job {settings.job.num} ({' '.join(settings.overrides.task)})" if self.sweep else "run"
+        folder = Path(os.path.relpath(settings.runtime.output_dir)) if self.sweep else None
         try:
-            self._run(composed, Path(settings.runtime.output_dir) if self.sweep else None)
+            self._run(composed, folder)
         except (Exception, SystemExit) as error:
             self.failed.append((label, error))
             if self.sweep:

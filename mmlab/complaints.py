@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmlab.typed import leaves, suggest
+from mmlab.typed import ConfigError, leaves, suggest
 
 
 def message(
@@ -80,7 +80,7 @@ def _unknown_key(
     others = [word for word in overrides if path not in word.split("=")[0]]
     try:
         node: Any = compose(others)
-    except Exception:
+    except ConfigError:  # another override is wrong too
         return f"{path}: unknown key"
     parts = path.split("@")[0].split(".")
     for index, part in enumerate(parts):

@@ -96,7 +96,7 @@ def _fresh_hydra(folder: Path) -> Iterator[None]:
 
 
 def register() -> None:
-    """Tells Hydra the dataclasses' defaults, and OmegaConf `${stamp:}` (one value for all jobs of a sweep)."""
+    """Tells Hydra the dataclasses' defaults, and OmegaConf `${stamp:}`, one value for a whole sweep."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 

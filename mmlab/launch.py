@@ -162,7 +162,7 @@ def _is_free(folder: Path) -> bool:
 def _metrics(folder: Path) -> str:
     manifest = records.read_manifest(folder) or {"metrics": {}}
     kept = {name: value for name, value in manifest["metrics"].items() if name.startswith("val/")}
-    return "".join(f", {name} {value}" for name, value in kept.items())
+    return "".join(f", {name} {value:.4f}" for name, value in kept.items() if isinstance(value, float))
 
 
 # -- processes ----------------------------------------------------------------------------------------------
@@ -240,7 +240,10 @@ def with_outer_devices(config: RunConfig, here: Outer) -> RunConfig:
     """
     if config.devices not in (1, here.size):
         raise ConfigError(f"devices={config.devices}, but {here.size} processes were started")
-    return replace(config, devices=here.size)
+    try:
+        return replace(config, devices=here.size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def announce(here: Outer, folder: Path | None) -> None:

@@ -7,6 +7,7 @@ run folder. Every write replaces the file whole.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -188,11 +189,11 @@ def claim(folder: Path) -> Iterator[bool]:
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            yield error.errno != errno.EWOULDBLOCK  # a file system without locks refuses nobody
             return
-        except OSError:  # a file system without locks
-            pass
         yield True
 
 

@@ -48,6 +48,9 @@ def run(folder: Path) -> dict[str, float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")  # its own deprecation
     start = newest_checkpoint(folder)
+    if _step(start) >= config.schedule.steps:
+        log.warning("%s is finished: step %d of %d", folder, _step(start), config.schedule.steps)
+        return dict((records.read_manifest(folder) or {}).get("metrics", {}))
     trainer = build_trainer(config, folder, after_step=_step(start))
     task, data = build_task(config), build_data(config)
     if trainer.is_global_zero:

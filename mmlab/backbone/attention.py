@@ -122,13 +122,14 @@ def _written_out(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, additive_TS: Te
     S, G = k_BSGK.shape[1:3]
     R = H // G
     q_NQK = q_BTHK.unflatten(2, (G, R)).permute(0, 2, 3, 1, 4).reshape(B * G, R * T, K)
-    k_NKS = k_BSGK.permute(0, 2, 3, 1).reshape(B * G, K, S)
-    v_NSK = v_BSGK.transpose(1, 2).reshape(B * G, S, K)
+    k_NSK, v_NSK = (x.transpose(1, 2).reshape(B * G, S, K) for x in (k_BSGK, v_BSGK))
+    k_NKS = k_NSK.transpose(1, 2)
     scale = 1 / math.sqrt(K)
     with torch.autocast("cpu", enabled=False):
         if additive_TS is None:
             scores_NQS = torch.bmm(q_NQK * scale, k_NKS)
         else:
-            scores_NQS = torch.baddbmm(additive_TS.repeat(R, 1), q_NQK, k_NKS, alpha=scale)
+            additive_QS = additive_TS if R == 1 else additive_TS.repeat(R, 1)
+            scores_NQS = torch.baddbmm(additive_QS, q_NQK, k_NKS, alpha=scale)
         result_NQK = torch.bmm(torch.softmax(scores_NQS, dim=-1), v_NSK)
     return result_NQK.view(B, G, R, T, K).permute(0, 3, 1, 2, 4).flatten(2, 3)

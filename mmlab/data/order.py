@@ -73,8 +73,7 @@ class Order:
 
 def sample_generator(seed: int, epoch: int, sample_id: int) -> np.random.Generator:
     """Random numbers for one sample in one epoch: the same in any process, worker and order of reading."""
-    key = np.array([mixed(seed, epoch, 3), sample_id & _WORD], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
+    return np.random.Generator(np.random.Philox(key=(sample_id & _WORD) << 64 | mixed(seed, epoch, 3)))
 
 
 class SampleGenerators:
@@ -84,7 +83,7 @@ class SampleGenerators:
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._bits = np.random.Philox(key=np.array([mixed(seed, epoch, 3), 0], dtype=np.uint64))
+        self._bits = np.random.Philox(key=mixed(seed, epoch, 3))
         self._fresh = self._bits.state
         self._generator = np.random.Generator(self._bits)
 

@@ -14,8 +14,22 @@ from mmlab.models.decoder import Decoder, DecoderConfig
 
 State = dict[str, Tensor]
 
-COMPUTED = ("width", "depth", "num_heads", "kv_heads", "key_size", "inner_size", "activation", "norm")
-COMPUTED += ("norm_eps", "bias", "qk_norm", "position", "rope_base", "window")
+COMPUTED = (
+    "width",
+    "depth",
+    "num_heads",
+    "kv_heads",
+    "key_size",
+    "inner_size",
+    "activation",
+    "norm",
+    "norm_eps",
+    "bias",
+    "qk_norm",
+    "position",
+    "rope_base",
+    "window",
+)
 """What of a backbone's configuration decides the values that it computes."""
 
 

@@ -140,7 +140,11 @@ class Task(LightningModule, ABC):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Publishes the step's loss over the global batch, every `log_every` steps and at the last."""
-        if batch.micro + 1 < batch.accumulation or not self.is_due(batch.step):
+        if batch.micro + 1 < batch.accumulation:
+            return
+        if batch.step == self.parts.schedule.steps:
+            self.trainer.should_stop = True  # Lightning validates where it stops, a whole interval or not
+        if not self.is_due(batch.step):
             return
         names = sorted(self._step_sums)
         stacked = self.reduce(torch.stack([self._step_sums[name].double() for name in names])).tolist()

@@ -125,7 +125,10 @@ def test_takes_every_kind_of_annotation() -> None:
         ({"shape": {"_target_": f"{__name__}.Sqare"}}, "has no class 'Sqare'; did you mean 'Square'?"),
         ({"shape": {"_target_": "mmlab.nowhere.X"}}, "shape._target_: there is no module 'mmlab.nowhere'"),
         ({"shape": {"_target_": f"{__name__}.Shape"}}, "is abstract; name a kind of it"),
-        ({"shape": {"_target_": f"{__name__}.Inner"}}, "shape._target_: tests.conf.test_typed.Inner is not a kind"),
+        (
+            {"shape": {"_target_": f"{__name__}.Inner"}},
+            "shape._target_: tests.conf.test_typed.Inner is not a kind",
+        ),
         ({"shape": {"_target_": "os.system"}}, "shape._target_: os.system is not a kind of Shape"),
         ({"shape": {"_target_": 3}}, "shape._target_: expected the full name of a class, got 3 (int)"),
         ({"either": {"side": 1.0}}, "either._target_: missing; it names one of"),
@@ -138,17 +141,19 @@ def test_refuses_with_the_full_path(change: dict[str, Any], complaint: str) -> N
 
 
 def test_names_a_missing_key() -> None:
-    with pytest.raises(ConfigError, match="^flag: missing$"):
+    with pytest.raises(ConfigError, match=r"^flag: missing$"):
         typed({"text": "a"}, Outer)
 
 
 def test_checks_fields_in_their_order() -> None:
-    with pytest.raises(ConfigError, match="^flag: "):
+    with pytest.raises(ConfigError, match=r"^flag: "):
         typed(GOOD | {"flag": 3, "shape": {"_target_": "never.imported.X"}}, Outer)
 
 
 def test_plain_form_gives_an_equal_dataclass_back_through_yaml() -> None:
-    config = Outer("é: '${x}' #", False, 1e-8, Circle(), pair=(1e20, -1), shapes={"s": Square(1)}, scalar="1e-3")
+    config = Outer(
+        "é: '${x}' #", False, 1e-8, Circle(), pair=(1e20, -1), shapes={"s": Square(1)}, scalar="1e-3"
+    )
     plain = to_plain(config)
     assert plain["shape"] == {"_target_": f"{__name__}.Circle", "radius": 1.0}
     assert "_target_" not in plain["inner"]

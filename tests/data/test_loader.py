@@ -112,7 +112,7 @@ def test_a_state_from_other_data_is_refused():
     state = train_loader(Numbers(10), 5).state_dict()
     with pytest.raises(ValueError, match="samples was 10 when the state was saved and is 11 now"):
         train_loader(Numbers(11), 5).load_state_dict(state)
-    with pytest.raises(ValueError, match="batch_size was 1 .* is 2 now"):
+    with pytest.raises(ValueError, match=r"batch_size was 1 .* is 2 now"):
         train_loader(Numbers(10), 5, batch_size=2).load_state_dict(state)
     assert all(type(value) is int for value in state.values())
 
@@ -207,7 +207,7 @@ def test_a_step_of_nothing_but_bad_samples_is_empty():
 def test_too_many_bad_samples_end_the_run():
     with pytest.raises(BadSampleError, match=r"1 of 10 samples .*allows 0(.|\n)*clip-3\.wav is cut off"):
         list(train_loader(Numbers(10, bad=[3]), 10))
-    with pytest.raises(BadSampleError, match="3 of 10 samples .*allows 2"):
+    with pytest.raises(BadSampleError, match=r"3 of 10 samples .*allows 2"):
         list(train_loader(Numbers(10, bad=[3, 4, 5]), 10, bad_samples=2))
 
 
@@ -277,7 +277,7 @@ def test_validation_counts_bad_samples_anew_each_pass():
     for _ in range(3):
         assert len(ids(loader)) == 7
         assert loader.bad == 2
-    with pytest.raises(BadSampleError, match="clip-1.wav"):
+    with pytest.raises(BadSampleError, match=r"clip-1\.wav"):
         list(validation_loader(Numbers(9, bad=[1, 4]), rows=2, bad_samples=0))
 
 

@@ -29,7 +29,9 @@ class TokenFile:
         self.folder = Path(folder)
         self.meta: dict[str, Any] = json.loads((self.folder / "meta.json").read_text())
         self.offsets: NDArray[np.int64] = np.load(self.folder / "offsets.npy")
-        self.tokens: NDArray[Any] = np.memmap(self.folder / "tokens.bin", dtype=self.meta["dtype"], mode="r")
+        mapped = np.memmap(self.folder / "tokens.bin", dtype=self.meta["dtype"], mode="r")
+        # A plain view: every slice of np.memmap itself pays for its bookkeeping.
+        self.tokens: NDArray[Any] = mapped.view(np.ndarray)
         if self.tokens.size != self.meta["tokens"] or int(self.offsets[-1]) + 1 != self.tokens.size:
             raise ValueError(
                 f"{self.folder / 'tokens.bin'} holds {self.tokens.size} tokens where {self.meta['tokens']} "
@@ -182,7 +184,7 @@ class TokenWindows(Source):
         high = min(low + self.max_length, int(self._starts[span + 1]))
         tokens = self.file.tokens[low : high + 1].astype(np.int64)
         document = int(np.searchsorted(self.file.offsets, low, side="right")) - 1 if self.stream else span
-        return {"tokens": np.asarray(tokens), "document": document, "start": start}
+        return {"tokens": tokens, "document": document, "start": start}
 
     def fingerprint(self) -> str:
         """Changes with the tokens and with how they are cut."""
