@@ -109,7 +109,7 @@ def build_trainer(config: RunConfig, folder: Path, after_step: int = 0) -> Train
     from mmlab.data.datamodule import accumulation
 
     rhythm = config.trainer
-    accelerator = rhythm.accelerator
+    accelerator: str = rhythm.accelerator
     if accelerator == "auto":
         accelerator = _AcceleratorConnector._choose_auto_accelerator()
     device = {"gpu": "cuda"}.get(accelerator, accelerator)

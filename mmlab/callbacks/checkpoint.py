@@ -60,12 +60,16 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Saves after a whole optimizer step, unless the step is going to be validated first."""
-        if batch.micro + 1 == batch.accumulation and self._is_due(batch.step) and not self._validates(trainer):
+        if (
+            batch.micro + 1 == batch.accumulation
+            and self._is_due(batch.step)
+            and not self._validates(trainer)
+        ):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves a step that was due, or that is among the best so far."""
-        if trainer.sanity_checking or not trainer.training and trainer.state.fn != "fit":
+        if trainer.sanity_checking or (not trainer.training and trainer.state.fn != "fit"):
             return
         if self._is_among_best(trainer) or self._is_due(trainer.global_step):
             self._save(trainer)

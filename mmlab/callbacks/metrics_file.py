@@ -51,7 +51,11 @@ class MetricsFile(Logger):
         """Adds `metrics` to the row of `step`; a row is written when the next one begins or at `save`."""
         if self._row and self._row["step"] != step:
             self.save()
-        self._row = {"step": step, **self._row, **{name: repr(float(value)) for name, value in metrics.items()}}
+        self._row = {
+            "step": step,
+            **self._row,
+            **{name: repr(float(value)) for name, value in metrics.items()},
+        }
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mmlab.callbacks.base import Published
 from mmlab.callbacks.config import CallbackConfig
 from mmlab.data.collate import Batch
-from mmlab.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,8 @@ class ProgressBar(Callback):
             return
         if batch.micro + 1 < batch.accumulation:
             return
-        assert isinstance(pl_module, Task)
         self._shown = now
-        numbers = _numbers(pl_module)
+        numbers = _numbers(cast(Published, pl_module))
         if self._bar is not None:
             self._bar.update(self._job, completed=batch.step, numbers=numbers)
         else:
@@ -83,8 +82,9 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the validation metrics on a line of their own."""
-        if trainer.is_global_zero and not trainer.sanity_checking and isinstance(pl_module, Task):
-            metrics = {k: v for k, v in pl_module.latest.items() if k.startswith("val/")}
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            latest = cast(Published, pl_module).latest
+            metrics = {name: value for name, value in latest.items() if name.startswith("val/")}
             line = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             self._console.print(f"step {trainer.global_step}: {line}")
 
@@ -102,7 +102,7 @@ class ProgressBar(Callback):
             self._bar = None
 
 
-def _numbers(task: Task) -> str:
+def _numbers(task: Published) -> str:
     parts = []
     if "train/loss" in task.latest:
         parts.append(f"loss {task.latest['train/loss']:.3f}")

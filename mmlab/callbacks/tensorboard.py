@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
-from mmlab.tasks.base import Task
+from mmlab.callbacks.base import Published
 
 
 class TensorBoard(TensorBoardLogger):
@@ -48,11 +49,11 @@ class HyperParameters(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes names and values once."""
-        assert isinstance(pl_module, Task)
         if trainer.sanity_checking or self._written:
             return
         self._written = True
-        tags = {name: value for name, value in pl_module.latest.items() if name.startswith("val/")}
+        latest = cast(Published, pl_module).latest
+        tags = {name: value for name, value in latest.items() if name.startswith("val/")}
         self._write(trainer, tags, (0, 1))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from mmlab.callbacks.base import Published
 from mmlab.callbacks.config import CallbackConfig
 from mmlab.data.collate import Batch
-from mmlab.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Counts a whole optimizer step, and publishes when the step's numbers are due."""
-        assert isinstance(pl_module, Task)
         if batch.micro + 1 < batch.accumulation:
             return
-        unit, count = pl_module.rate
+        task = cast(Published, pl_module)
+        unit, count = task.rate
         self._count += batch.totals[count]
-        if pl_module.is_due(batch.step):
+        if task.is_due(batch.step):
             now = time.perf_counter()
-            pl_module.publish({f"train/{unit}_per_second": self._count / (now - self._since)})
+            task.publish({f"train/{unit}_per_second": self._count / (now - self._since)})
             self._since, self._count = now, 0.0

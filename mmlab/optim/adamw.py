@@ -30,7 +30,9 @@ class AdamWConfig(OptimizerConfig):
         groups = decay_groups(parameters, self.weight_decay, self.learning_rate)
         every = [p for group in groups for p in group["params"]]
         if all(p.dtype == torch.float32 for p in every):
-            return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, fused=True)
+            return torch.optim.AdamW(
+                groups, lr=self.learning_rate, betas=self.betas, eps=self.eps, fused=True
+            )
         from mmlab.optim.half import HalfAdamW
 
         return HalfAdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)

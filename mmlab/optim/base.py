@@ -40,7 +40,8 @@ def decay_groups(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float, learning_rate: float
 ) -> list[dict[str, Any]]:
     """Two parameter groups: matrices decay; norms, biases, scales and temperatures (under 2-D) do not."""
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for _, parameter in parameters:
         if parameter.requires_grad:
             (matrices if parameter.ndim >= 2 else rest).append(parameter)

@@ -36,7 +36,7 @@ class StrategyConfig(ABC):
 
     @abstractmethod
     def build(self, devices: int, device: str) -> Strategy:
-        """The strategy over `devices` processes on devices of type `device`; refuses a number that does not fit."""
+        """The strategy over `devices` processes on devices of type `device`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SingleConfig(StrategyConfig):
 
         if devices != 1:
             raise ValueError(
-                f"strategy=single runs on 1 device, but devices={devices}: choose strategy=ddp or strategy=fsdp"
+                f"strategy=single runs on 1 device, got devices={devices}: take strategy=ddp or strategy=fsdp"
             )
         return Single(device)
 
@@ -66,7 +66,6 @@ class DDPConfig(StrategyConfig):
         return DDP(
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
-            broadcast_buffers=False,
         )
 
 

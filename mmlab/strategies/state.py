@@ -76,5 +76,3 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Reads plain types and tensors only; tensors are mapped into memory, not copied."""
         return torch.load(path, map_location=map_location or "cpu", weights_only=True, mmap=True)
-
-

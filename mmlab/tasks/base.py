@@ -77,7 +77,7 @@ class Task(LightningModule, ABC):
     # -- network ------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Builds the network under the strategy's device context, with weights that depend on the seed alone."""
+        """Builds the network in the strategy's device context, with weights that depend on the seed alone."""
         if self.network is not None:
             return
         torch.manual_seed(_mixed(self.parts.seed, 0))
@@ -148,11 +148,15 @@ class Task(LightningModule, ABC):
             return
         names = sorted(self._step_sums)
         stacked = self.reduce(torch.stack([self._step_sums[name].double() for name in names])).tolist()
-        means = {name: total / max(batch.totals[name], 1.0) for name, total in zip(names, stacked, strict=True)}
+        means = {
+            name: total / max(batch.totals[name], 1.0) for name, total in zip(names, stacked, strict=True)
+        }
         values = {"train/loss": sum(self.weights[name] * means[name] for name in names)}
         if len(names) > 1:
             values |= {f"train/loss/{name}": means[name] for name in names}
-        values["train/learning_rate"] = self.parts.optimizer.learning_rate * self.parts.schedule.factor(batch.step)
+        values["train/learning_rate"] = self.parts.optimizer.learning_rate * self.parts.schedule.factor(
+            batch.step
+        )
         assert self.gradient_norm is not None
         values["train/gradient_norm"] = self.gradient_norm.item()
         values["train/epoch"] = float(batch.epoch)
@@ -190,10 +194,13 @@ class Task(LightningModule, ABC):
     def on_validation_epoch_end(self) -> None:
         """Publishes the metrics of the whole validation set, every sample of every rank counted once."""
         sums, counts = sorted(self._epoch_sums), sorted(self._epoch_counts)
-        local = [float(self._epoch_sums[name]) for name in sums] + [self._epoch_counts[name] for name in counts]
+        local = [float(self._epoch_sums[name]) for name in sums] + [
+            self._epoch_counts[name] for name in counts
+        ]
         totals = self.reduce(torch.tensor(local, dtype=torch.float64)).tolist()
         metrics = self.metrics(
-            dict(zip(sums, totals[: len(sums)], strict=True)), dict(zip(counts, totals[len(sums) :], strict=True))
+            dict(zip(sums, totals[: len(sums)], strict=True)),
+            dict(zip(counts, totals[len(sums) :], strict=True)),
         )
         self.log_dict(metrics, logger=False, sync_dist=self.trainer.world_size > 1)
         if not self.trainer.sanity_checking:
@@ -202,7 +209,7 @@ class Task(LightningModule, ABC):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Rebuilds Lightning's batch counters from the optimizer step: ranks and accumulation may have changed."""
+        """Rebuilds Lightning's batch counters from the optimizer step: the layout may have changed."""
         loops = checkpoint.get("loops")
         if self._trainer is None or not loops:
             return
@@ -210,7 +217,7 @@ class Task(LightningModule, ABC):
         fit = loops["fit_loop"]
         for counter in ("total", "current"):
             progress = fit["epoch_loop.batch_progress"][counter]
-            progress.update({name: batches for name in progress})
+            progress.update(dict.fromkeys(progress, batches))
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = checkpoint["global_step"]
 
 

@@ -23,7 +23,7 @@ class TaskConfig(ABC):
 
     @abstractmethod
     def examples(self, modality: dict[str, ModalityConfig], max_length: int) -> Examples:
-        """How raw samples become examples of at most `max_length` tokens; picklable, used by loader workers."""
+        """How raw samples become examples of at most `max_length` tokens, for the loader's workers."""
 
     @abstractmethod
     def task_class(self) -> type[Task]:

@@ -19,9 +19,10 @@ TAIL = 10
 
 def cell(root, name, *overrides):
     """A run folder that records what it sees and the gradient of the ragged tail's step."""
+    gradient = f"_target_: probes.GradientConfig, step: {TAIL}, path: {root}/{name}.gradient"
     probes = [
         f"+callbacks.record={{_target_: probes.RecordConfig, folder: {root}/seen/{name}}}",
-        f"+callbacks.gradient={{_target_: probes.GradientConfig, step: {TAIL}, path: {root}/{name}.gradient}}",
+        f"+callbacks.gradient={{{gradient}}}",
     ]
     return make_run(root / name, tiny(root, "logger.tensorboard=false", *probes, *overrides))
 
@@ -85,7 +86,9 @@ def test_validation_sees_each_sample_once_and_gives_the_same_metric(cells, name)
     lines = [line for line in recorded(root / "seen" / name) if line["kind"] == "validation"]
     ids = sorted(sample for line in lines for sample in line["ids"])
     rounds = 2  # after step 10 and after step 20
-    expected = sorted(s for line in recorded(root / "seen" / "one") if line["kind"] == "validation" for s in line["ids"])
+    expected = sorted(
+        s for line in recorded(root / "seen" / "one") if line["kind"] == "validation" for s in line["ids"]
+    )
     assert ids == expected
     assert all(ids.count(sample) == rounds for sample in set(ids))
     metrics = [json.loads((folders[key] / "manifest.json").read_text())["metrics"] for key in ("one", name)]

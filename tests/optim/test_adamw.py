@@ -72,7 +72,7 @@ def test_half_parameters_get_float32_state_and_keep_steps_that_their_own_type_wo
         optimizer.step()
     state = optimizer.state[weight]
     assert {value.dtype for value in state.values()} == {torch.float32}
-    # 100 steps of 1e-4 move a weight of 1 to 0.99; each alone is under half a bfloat16 step (1/256) and would vanish
+    # 100 steps of 1e-4 move a weight of 1 to 0.99; each alone is under half a bfloat16 step and would vanish
     assert weight[0].item() == pytest.approx(0.99, abs=0.004)
     assert state["master"][0].item() == pytest.approx(0.99, abs=1e-4)
 

@@ -46,7 +46,9 @@ def make_run(folder, overrides):
 def losses(folder):
     """train/loss by optimizer step, with all digits."""
     with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
+        return {
+            int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]
+        }
 
 
 def environment():
@@ -57,4 +59,6 @@ def environment():
 
 def start(*words):
     """Runs `python WORDS` to its end."""
-    return subprocess.run([sys.executable, *words], env=environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *words], env=environment(), capture_output=True, text=True, check=False
+    )
