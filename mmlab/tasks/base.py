@@ -100,7 +100,7 @@ class Task(LightningModule, ABC):
         """Loss of one micro-batch, scaled so that the step's gradient is that of the global mean."""
         if batch.micro == 0:
             self._step_sums, self._step_ids = {}, []
-        torch.manual_seed(_mixed(self.parts.seed, 1, batch.step, batch.micro, self.data_rank))
+        _seed(self.device, _mixed(self.parts.seed, 1, batch.step, batch.micro, self.data_rank))
         share = batch.ranks * batch.accumulation
         terms = []
         for name, value in self.sums(batch).items():
@@ -219,6 +219,15 @@ class Task(LightningModule, ABC):
             progress = fit["epoch_loop.batch_progress"][counter]
             progress.update(dict.fromkeys(progress, batches))
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] = checkpoint["global_step"]
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Sets the generators that the step draws from; `torch.manual_seed` takes a millisecond to set all."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
 
 
 def _mixed(*keys: int) -> int:

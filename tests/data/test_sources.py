@@ -170,6 +170,16 @@ def test_python_files_are_split_by_module(tmp_path):
     assert train.fingerprint() != validation.fingerprint()
 
 
+def test_the_tuning_split_is_cut_from_the_training_modules():
+    names = {
+        split: {sample["path"] for sample in PythonFilesConfig(split=split).build()}
+        for split in ("train", "validation", "tuning_train", "tuning")
+    }
+    assert names["tuning"]
+    assert names["tuning"] | names["tuning_train"] == names["train"]
+    assert not names["tuning"] & (names["tuning_train"] | names["validation"])
+
+
 def test_python_files_decode_as_python_does(tmp_path):
     (tmp_path / "big.py").write_text("#" * 1_000_000)
     (tmp_path / "latin.py").write_bytes("# coding: latin-1\r\nx = 'é'".encode("latin-1"))

@@ -17,7 +17,13 @@ _LEFT_OUT = frozenset(
     {"encodings", "pydoc_data", "test", "tests", "idle_test", "site-packages", "__pycache__"}
 )
 _LEAST_BYTES = 1_000_000
-_HELD_OUT = 16
+_PARTS = 16
+_SPLITS = {
+    "train": frozenset(range(_PARTS)) - {0},
+    "validation": frozenset({0}),
+    "tuning_train": frozenset(range(_PARTS)) - {0, 1},
+    "tuning": frozenset({1}),
+}
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,12 @@ class PythonFilesConfig(SourceConfig):
     """The `*.py` files of the installed Python's standard library, one document a file.
 
     One in sixteen top-level modules, chosen by a hash of its name, is held out for `validation`; the
-    files of a package go together. Tables (encodings, pydoc_data) and tests are left out. `folder` reads
-    another library of the same layout.
+    files of a package go together. Recipes are tuned without it: `tuning` is another sixteenth, cut from
+    the training modules, and `tuning_train` the rest of them. Tables (encodings, pydoc_data) and tests are
+    left out. `folder` reads another library of the same layout.
     """
 
-    split: Literal["train", "validation"] = "train"
+    split: Literal["train", "validation", "tuning_train", "tuning"] = "train"
     folder: str | None = None
 
     def build(self, cache: Path | None = None) -> PythonFiles:
@@ -41,7 +48,7 @@ class PythonFiles(Source):
     """{"text": str, "path": str} for each file, in the order of their paths.
 
     Raises:
-        FileNotFoundError: if both splits together hold less than a megabyte.
+        FileNotFoundError: if all splits together hold less than a megabyte.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -57,8 +64,8 @@ class PythonFiles(Source):
                 f"{folder} holds {len(files)} Python files with {size} bytes, fewer than {_LEAST_BYTES}: "
                 "is this Python installed without the sources of its standard library?"
             )
-        validation = split == "validation"
-        self._files = [name for path in files if _held_out(name := path.relative_to(folder)) == validation]
+        names = [path.relative_to(folder) for path in files]
+        self._files = [name for name in names if _part(name) in _SPLITS[split]]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -85,6 +92,6 @@ class PythonFiles(Source):
         )
 
 
-def _held_out(name: Path) -> bool:
+def _part(name: Path) -> int:
     module = name.parts[0].removesuffix(".py")
-    return int(hashlib.sha256(module.encode()).hexdigest(), 16) % _HELD_OUT == 0
+    return int(hashlib.sha256(module.encode()).hexdigest(), 16) % _PARTS
