@@ -7,6 +7,8 @@ resumed run start from that file. If the folder has checkpoints, training goes o
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -196,10 +198,16 @@ def _report(folder: Path, config: RunConfig, metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if name.startswith("val/"):
             console.print(f"{name:<22}{value:.4f}")
+    train = f"{_program('mmlab')} train"
     console.print("\nnext:")
-    console.print(f"  tensorboard --logdir {config.paths.runs}")
-    console.print(f"  mmlab train name={config.name} backbone.depth=6          # change one thing")
-    console.print("  mmlab train -m seed=1,2,3                          # three seeds")
+    console.print(f"  {_program('tensorboard')} --logdir {config.paths.runs}    # look at it")
+    console.print(f"  {train} backbone.qk_norm=true    # change one thing")
+    console.print(f"  {train} -m seed=1,2,3    # three seeds of the same")
+
+
+def _program(name: str) -> str:
+    """How the shell finds `name`: by itself, or by the path into this environment."""
+    return name if shutil.which(name) else os.path.relpath(Path(sys.executable).with_name(name))
 
 
 if __name__ == "__main__":

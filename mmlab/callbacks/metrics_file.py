@@ -16,8 +16,9 @@ from lightning.pytorch.utilities import rank_zero_only
 class MetricsFile(Logger):
     """Writes `metrics.csv`: a row per optimizer step that published something, a column per tag.
 
-    Values are written with all their digits. A new tag adds a column (the file is then written anew and
-    renamed). A resumed run first drops the rows after the step that it starts from: that part is repeated.
+    Values are written with all their digits, by rank 0 alone. A new tag adds a column (the file is then
+    written anew and renamed). A resumed run first drops the rows after the step that it starts from: that
+    part is repeated.
 
     Args:
         path: the file.
@@ -29,7 +30,7 @@ class MetricsFile(Logger):
         self.path = path
         self._columns: list[str] = ["step"]
         self._row: dict[str, Any] = {}
-        if path.exists():
+        if path.exists() and rank_zero_only.rank == 0:
             whole = path.read_text()
             whole = whole[: whole.rfind("\n") + 1]  # a killed process may have left half a row
             reader = csv.DictReader(io.StringIO(whole, newline=""))

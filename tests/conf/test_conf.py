@@ -37,7 +37,14 @@ OPTIONS = sorted(
     for path in CONF.rglob("*/*.yaml")
     if "experiment" not in path.parts and "launcher" not in path.parts
 )
-TOGETHER = {("strategy", "ddp"): ["devices=2"], ("strategy", "fsdp"): ["devices=2"]}
+TOGETHER = {
+    ("strategy", "ddp"): ["devices=2"],
+    ("strategy", "fsdp"): ["devices=2"],
+    **{
+        ("data", name): [f"data.train.paths=[a.{name}]", f"data.validation.paths=[b.{name}]"]
+        for name in ("text_files", "jsonl", "parquet")
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +242,8 @@ def test_flat_values_suit_a_table(default: RunConfig) -> None:
         ("backbne=small", "backbne: unknown key; did you mean 'backbone'?"),
         ("experiment=text/pyhton", "experiment=text/pyhton: unknown option; did you mean 'text/python'?"),
         ("model.decoder.depth=3", "model.decoder.depth: unknown key; to add it write +model.decoder.depth="),
-        ("+model.decoder.widht=3", "model.decoder.widht is not a field of the backbone"),
-        ("+model.decoder.depth=x", "model.decoder.depth must be int, got 'x'"),
+        ("+model.decoder.widht=3", "model.decoder.widht: unknown key; did you mean 'width'?"),
+        ("+model.decoder.depth=x", "model.decoder.depth: expected int, got 'x' (str)"),
         ("+modell={}", "modell: unknown key; did you mean 'model'?"),
         ("devices=2", "devices=2 needs strategy=ddp or strategy=fsdp, got strategy=single"),
         ("seed", "seed: expected key=value"),

@@ -67,6 +67,8 @@ def test_losses_over_twenty_steps_equal_those_of_one_process(cells, name):
     expected, found = losses(folders["one"]), losses(folders[name])
     assert sorted(found) == list(range(1, 21))
     assert max(abs(found[step] - expected[step]) for step in expected) <= 1e-5
+    norms = [losses(folders[key], "train/gradient_norm") for key in ("one", name)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", OTHERS)

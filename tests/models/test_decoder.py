@@ -206,10 +206,10 @@ def test_tower_overrides_are_applied_and_checked() -> None:
     assert len(network.backbone.blocks) == 1
     assert network.stem.embedding.num_embeddings == 4
     for changes, message in [
-        ({"deep": 1}, "model.decoder.deep is not a field"),
-        ({"depth": "2"}, "model.decoder.depth must be int, got '2'"),
-        ({"depth": True}, "model.decoder.depth must be int, got True"),
-        ({"norm": "batch"}, "model.decoder.norm must be"),
+        ({"deep": 1}, "model.decoder.deep: unknown key; did you mean 'depth'"),
+        ({"depth": "2"}, "model.decoder.depth: expected int, got '2'"),
+        ({"depth": True}, "model.decoder.depth: expected int, got True"),
+        ({"norm": "batch"}, "model.decoder.norm: expected one of 'layernorm', 'rmsnorm'"),
         ({"num_heads": 3}, "model.decoder: width 16 .* num_heads 3"),
     ]:
         with pytest.raises(ValueError, match=message):

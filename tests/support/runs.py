@@ -43,12 +43,10 @@ def make_run(folder, overrides):
     return create_run(configure(overrides), folder=Path(folder))
 
 
-def losses(folder):
-    """train/loss by optimizer step, with all digits."""
+def losses(folder, tag="train/loss"):
+    """Values of a tag by optimizer step, with all digits."""
     with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return {
-            int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]
-        }
+        return {int(row["step"]): float(row[tag]) for row in csv.DictReader(file) if row[tag]}
 
 
 def environment():
