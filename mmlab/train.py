@@ -170,10 +170,11 @@ def _loggers(config: RunConfig, folder: Path, after_step: int) -> list[Logger]:
 
 def _callbacks(config: RunConfig, folder: Path) -> list[Any]:
     from mmlab.callbacks.checkpoint import Checkpoints
+    from mmlab.callbacks.step_metrics import StepMetrics
     from mmlab.callbacks.tensorboard import HyperParameters
 
     rhythm = config.trainer
-    callbacks: list[Any] = [callback.build() for callback in config.callbacks.values()]
+    callbacks: list[Any] = [StepMetrics(), *(callback.build() for callback in config.callbacks.values())]
     if config.logger.tensorboard:
         callbacks.append(HyperParameters(flat(config)))
     callbacks.append(

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from mmlab.data.collate import Batch
+
 
 class Published(Protocol):
     """A task, as callbacks see it: the numbers that it publishes and when."""
@@ -15,6 +17,9 @@ class Published(Protocol):
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Writes `values` to every logger at the present optimizer step."""
+
+    def publish_step(self, batch: Batch) -> None:
+        """Publishes a whole optimizer step, given its last micro-batch."""
 
     def is_due(self, step: int) -> bool:
         """Whether optimizer step `step` is one whose numbers are written down."""

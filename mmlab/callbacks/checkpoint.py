@@ -91,6 +91,8 @@ class Checkpoints(Checkpoint):
 
     def _save(self, trainer: Trainer) -> None:
         path = self.folder / name_of(trainer.global_step)
+        for logger in trainer.loggers:
+            logger.save()  # what was logged up to this step must not be lost with the process
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             link(self.folder / LAST, path.name)

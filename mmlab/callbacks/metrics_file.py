@@ -30,7 +30,7 @@ class MetricsFile(Logger):
         self.path = path
         self._columns: list[str] = ["step"]
         self._row: dict[str, Any] = {}
-        if path.exists() and rank_zero_only.rank == 0:
+        if path.exists() and getattr(rank_zero_only, "rank", 0) == 0:
             whole = path.read_text()
             whole = whole[: whole.rfind("\n") + 1]  # a killed process may have left half a row
             reader = csv.DictReader(io.StringIO(whole, newline=""))

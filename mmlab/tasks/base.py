@@ -138,10 +138,12 @@ class Task(LightningModule, ABC):
         if self.parts.optimizer.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.parts.optimizer.clip_norm, norm)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Publishes the step's loss over the global batch, every `log_every` steps and at the last."""
-        if batch.micro + 1 < batch.accumulation:
-            return
+    def publish_step(self, batch: Batch) -> None:
+        """Publishes the step's loss over the global batch, every `log_every` steps and at the last.
+
+        Args:
+            batch: the step's last micro-batch.
+        """
         if batch.step == self.parts.schedule.steps:
             self.trainer.should_stop = True  # Lightning validates where it stops, a whole interval or not
         if not self.is_due(batch.step):

@@ -61,6 +61,16 @@ def test_losses_are_the_same_to_the_last_digit(whole, stopped):
     assert sorted(losses(whole[1])) == list(range(1, 21))
 
 
+def test_what_was_logged_before_a_checkpoint_survives_a_kill_right_after_it(tmp_path):
+    words = tiny(tmp_path, *BASE, "trainer.log_every=6", "trainer.validate_every=20", "data.batch_size=4")
+    folder = make_run(tmp_path / "run", [*words, "+callbacks.stop={_target_: probes.StopConfig, step: 7}"])
+    with pytest.raises(StopHere):
+        run(folder)
+    text = (folder / "at-stop.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in text[1:]] == ["1", "6"]
+    assert (folder / "checkpoints" / "last.ckpt").resolve().name == "step-0000000006.ckpt"
+
+
 def test_final_weights_are_the_same_bits(whole, stopped):
     expected, found = weights(whole[1]), weights(stopped[1])
     assert sorted(expected) == sorted(found)
