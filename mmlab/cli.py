@@ -98,6 +98,8 @@ class Jobs:
         try:
             self._run(composed, folder)
         except (Exception, SystemExit) as error:
+            if type(error).__name__ in ("SIGTERMException", "SignalException"):
+                raise  # the process was asked to stop: so does a sweep
             self.failed.append((label, error))
             if self.sweep:
                 _show(label, error)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import yaml
+
 from mmlab import complaints
 from mmlab.records import stamp
 from mmlab.runconfig import PathsConfig, RunConfig, flat, load_config, save_config
@@ -131,8 +133,7 @@ def resolve(config: DictConfig, folders: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 _OTHER_BASE = re.compile(
-    r"^[^#\n]*(?:[:,\[]|-) +([-+]?(?:0[0-9_]+|0[bBxX][0-9A-Fa-f_]+|[0-9]+(?::[0-5]?[0-9])+))\s*(?:[,\]}#]|$)",
-    re.MULTILINE,
+    r"[-+]?(?:0[0-9_]+|0[bBxX][0-9A-Fa-f_]+|[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)"
 )
 
 
@@ -144,13 +145,14 @@ def check_notation(folder: Path) -> None:
     """
     for path in sorted(folder.rglob("*.yaml")):
         text = path.read_text(encoding="utf-8")
-        found = _OTHER_BASE.search(text)
-        if found:
-            line = text.count("\n", 0, found.start(1)) + 1
-            raise ConfigError(
-                f"{path}:{line}: {found[1]} means another number in YAML; write a plain decimal number, "
-                "or put it in quotes if text is meant"
-            )
+        if re.search(r"(?<![\w.])0\w|\d:\d", text) is None:
+            continue  # nothing that could be such a number; parsing every file would cost the start-up
+        for token in yaml.scan(text, yaml.SafeLoader):
+            if isinstance(token, yaml.ScalarToken) and token.plain and _OTHER_BASE.fullmatch(token.value):
+                raise ConfigError(
+                    f"{path}:{token.start_mark.line + 1}: {token.value} means another number in YAML; "
+                    "write a plain decimal number, or put it in quotes if text is meant"
+                )
 
 
 def explain(error: Exception, overrides: Sequence[str], folder: Path) -> ConfigError:

@@ -80,7 +80,8 @@ def decide(
     if folder is not None and folder.resolve() != found.resolve():
         records.remove_if_empty(folder)  # the sweep made it for a job that now goes on elsewhere
     step = records.last_step(found)
-    if step is not None and step >= config.schedule.steps:
+    ended = (records.read_manifest(found) or {}).get("status") == "finished"
+    if ended and step is not None and step >= config.schedule.steps:
         say(f"{found} is finished: step {step} of {config.schedule.steps}{_metrics(found)}")
         return Place(found, resumed=True, finished=True)
     say(f"resuming {found} after step {step or 0} of {config.schedule.steps}")

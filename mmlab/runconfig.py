@@ -74,6 +74,11 @@ class RunConfig:
                 f"devices={self.devices} needs strategy=ddp or strategy=fsdp, got strategy=single"
             )
         accumulation(self.data, self.devices)
+        longest = self.model.longest()
+        if longest is not None and self.data.max_length > longest:
+            raise ValueError(
+                f"data.max_length {self.data.max_length} is more than the {longest} positions of the model"
+            )
         for entry in fields(self.model):  # a dict in a model is one tower's departures from the backbone
             changes = getattr(self.model, entry.name)
             if isinstance(changes, dict):

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(folder: Path) -> dict[str, float]:
     """Trains the run in `folder` to its last step and returns its newest metrics, by tag."""
     import torch
+    from lightning.pytorch.utilities import rank_zero_only
 
     from mmlab import records
 
@@ -50,23 +51,45 @@ def run(folder: Path) -> dict[str, float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")  # its own deprecation
     start = newest_checkpoint(folder)
-    if _step(start) >= config.schedule.steps:
-        log.warning("%s is finished: step %d of %d", folder, _step(start), config.schedule.steps)
-        return dict((records.read_manifest(folder) or {}).get("metrics", {}))
-    trainer = build_trainer(config, folder, after_step=_step(start))
+    if start is not None and _step(start) >= config.schedule.steps:
+        return _already_finished(folder, config, start)
     task, data = build_task(config), build_data(config)
-    if trainer.is_global_zero:
+    first = getattr(rank_zero_only, "rank", 0) == 0
+    if first:  # before anything of an earlier process is touched: it refuses other data and another identity
         records.start_segment(folder, config, data.fingerprint(), from_step=_step(start))
     try:
+        trainer = build_trainer(config, folder, after_step=_step(start))
         trainer.fit(task, datamodule=data, ckpt_path=start, weights_only=True)
     except BaseException as error:
-        if trainer.is_global_zero:
-            records.finish(folder, "failed", task.latest, reason=f"{type(error).__name__}: {error}")
+        interrupted = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+        if first:
+            reason = "interrupted from the keyboard" if interrupted else f"{type(error).__name__}: {error}"
+            records.finish(folder, "interrupted" if interrupted else "failed", task.latest, reason=reason)
+        if interrupted:
+            raise KeyboardInterrupt from error
         raise
-    if trainer.is_global_zero:
+    if first:
         records.finish(folder, "finished", task.latest)
         _report(folder, config, task.latest)
     return task.latest
+
+
+def _already_finished(folder: Path, config: RunConfig, last: Path) -> dict[str, float]:
+    """Metrics of a run whose last checkpoint exists; completes what a process killed after it left undone."""
+    import torch
+
+    from mmlab import records
+    from mmlab.callbacks.checkpoint import tidy
+
+    log.warning("%s is finished: step %d of %d", folder, _step(last), config.schedule.steps)
+    manifest = records.read_manifest(folder)
+    if manifest is not None and manifest["status"] == "finished":
+        return dict(manifest["metrics"])
+    state = torch.load(last, weights_only=True, mmap=True)["callbacks"]["Checkpoints"]
+    tidy(last.parent, state["best"], config.trainer.keep_last)
+    if manifest is not None:
+        records.finish(folder, "finished", state["latest"])
+    return dict(state["latest"])
 
 
 def build_task(config: RunConfig) -> Task:
@@ -120,7 +143,7 @@ def build_trainer(config: RunConfig, folder: Path, after_step: int = 0) -> Train
         accelerator=accelerator,
         devices=config.devices,
         strategy=config.strategy.build(config.devices, device),
-        plugins=[config.precision.build(device)],
+        plugins=[config.precision.build(device), *_cluster()],
         max_steps=config.schedule.steps,
         max_epochs=-1,
         accumulate_grad_batches=micro_batches,
@@ -137,6 +160,13 @@ def build_trainer(config: RunConfig, folder: Path, after_step: int = 0) -> Train
         inference_mode=False,
         default_root_dir=folder,
     )
+
+
+def _cluster() -> list[Any]:
+    """Under SLURM, its environment without Lightning's requeueing, which saves in the middle of a step."""
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    return [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -188,6 +189,8 @@ def _value(value: Any, hint: Any, path: str) -> Any:
 
 
 def _scalar(value: Any, hint: Any, path: str) -> Any:
+    if type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{path}: expected a finite number, got {value}")
     if type(value) is hint or (value is None and hint in (None, type(None))):
         return value
     if hint is float and type(value) is int:
@@ -264,6 +267,8 @@ def _class(name: Any, bases: tuple[type, ...], path: str) -> type:
     if not isinstance(name, str):
         raise ConfigError(f"{path}: expected the full name of a class, got {_show(name)}")
     module_name, _, class_name = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{path}: {name!r} is not the full name of a class")
     try:
         module = importlib.import_module(module_name or name)
     except ModuleNotFoundError as error:

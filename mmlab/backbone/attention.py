@@ -97,7 +97,7 @@ def _one_document(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) ->
     T, S = q_BTHK.shape[1], k_BSGK.shape[1]
     half = q_BTHK.dtype in (torch.bfloat16, torch.float16)
     if q_BTHK.device.type == "cpu" and half and S <= WRITTEN_OUT_LENGTH:
-        return _written_out(q_BTHK, k_BSGK, v_BSGK, mask.additive(T, S, q_BTHK.dtype, q_BTHK.device))
+        return _written_out(q_BTHK, k_BSGK, v_BSGK, mask.additive(T, S, torch.float32, q_BTHK.device))
     if mask.banded(T, S):
         return _fused(q_BTHK, k_BSGK, v_BSGK, visible(T, S, mask.causal, mask.window, q_BTHK.device), False)
     return _fused(q_BTHK, k_BSGK, v_BSGK, None, mask.causal)
@@ -114,9 +114,8 @@ def _fused(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, allowed: Tensor | Non
 def _written_out(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, additive_TS: Tensor | None) -> Tensor:
     """The same by two batched matrix products and a softmax between them.
 
-    Query heads that share keys are stacked along the query axis, so that keys are not copied. The softmax
-    kernel reads half precision, computes in float32 and rounds its result once, which the second product
-    would ask for anyway; autocast is kept from widening its input, which would double the cost.
+    Query heads that share keys are stacked along the query axis, so that keys are not copied. Scores and
+    softmax are float32: scores that were rounded to half precision would cost accuracy where they are large.
     """
     B, T, H, K = q_BTHK.shape
     S, G = k_BSGK.shape[1:3]
@@ -126,10 +125,11 @@ def _written_out(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, additive_TS: Te
     k_NKS = k_NSK.transpose(1, 2)
     scale = 1 / math.sqrt(K)
     with torch.autocast("cpu", enabled=False):
+        q_NQK, k_NKS = q_NQK.float(), k_NKS.float()
         if additive_TS is None:
             scores_NQS = torch.bmm(q_NQK * scale, k_NKS)
         else:
             additive_QS = additive_TS if R == 1 else additive_TS.repeat(R, 1)
             scores_NQS = torch.baddbmm(additive_QS, q_NQK, k_NKS, alpha=scale)
-        result_NQK = torch.bmm(torch.softmax(scores_NQS, dim=-1), v_NSK)
+        result_NQK = torch.bmm(torch.softmax(scores_NQS, dim=-1).to(v_NSK.dtype), v_NSK)
     return result_NQK.view(B, G, R, T, K).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -95,7 +95,7 @@ def build_mask(
     if spans:
         pieces = find_pieces(segments_BT, None if key_segments_BS is segments_BT else key_segments_BS)
         if pieces is not None:
-            return Mask(causal, window, pieces=pieces)
+            return Mask(causal, window, pieces=pieces, padded_BS=key_segments_BS == 0)
     return dense_mask(segments_BT, key_segments_BS, causal, window)
 
 

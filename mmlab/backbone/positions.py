@@ -16,12 +16,13 @@ class Rotary(NamedTuple):
 
 
 def document_positions(segments_BT: Tensor) -> Tensor:
-    """Positions that restart at 0 with every document (run of equal segment numbers), int64 (B, T)."""
+    """Positions that restart at 0 with every document (run of equal segments), int64 (B, T); 0 in padding."""
     B, T = segments_BT.shape
     index_BT = torch.arange(T, device=segments_BT.device).expand(B, T)
     starts_BT = torch.ones_like(segments_BT, dtype=torch.bool)
     starts_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
+    positions_BT = index_BT - torch.where(starts_BT, index_BT, 0).cummax(dim=1).values
+    return positions_BT.masked_fill(segments_BT == 0, 0)
 
 
 def rotary(positions_BT: Tensor, head_size: int, base: float) -> Rotary:

@@ -141,6 +141,9 @@ class Transformer(nn.Module):
         mask = self.mask(None) if mask is None else mask
         if memory_BSD is not None and memory_mask is None:
             memory_mask = self.memory_mask(None, None)
+        if memory_BSD is not None and memory_mask is not None and memory_mask.padded_BS is not None:
+            # before the projections: 0 times NaN would reach the gradients of their weights
+            memory_BSD = memory_BSD.masked_fill(memory_mask.padded_BS[:, :, None], 0)
         tables = None
         if self.config.position == "rotary":
             if positions_BT is None:

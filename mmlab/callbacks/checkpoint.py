@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from mmlab.callbacks.base import Published
 from mmlab.data.collate import Batch
 
 LAST = "last.ckpt"
@@ -47,14 +49,26 @@ class Checkpoints(Checkpoint):
         self.every, self.validate_every, self.steps = every, validate_every, steps
         self.keep_last, self.keep_best, self.monitor = keep_last, keep_best, monitor
         self.best: dict[int, float] = {}
+        self.latest: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps of the best checkpoints so far and their metric."""
-        return {"best": dict(self.best)}
+        """Steps of the best checkpoints so far, by which metric, and the newest value of every tag."""
+        return {"monitor": self.monitor, "best": dict(self.best), "latest": dict(self.latest)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from the best of the run before."""
-        self.best = {int(step): float(value) for step, value in state_dict["best"].items()}
+        """Goes on from the best of the run before, as far as they are of the same metric."""
+        self.latest = dict(state_dict["latest"])
+        if state_dict["monitor"] == self.monitor and self.keep_best:
+            self.best = {int(step): float(value) for step, value in state_dict["best"].items()}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Mends what a killed process left: half-written files, links and files that are no longer kept."""
+        self.best = {
+            step: value for step, value in self.best.items() if (self.folder / name_of(step)).exists()
+        }
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            tidy(self.folder, self.best, self.keep_last)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -82,30 +96,46 @@ class Checkpoints(Checkpoint):
         return trainer.enable_validation and (step % self.validate_every == 0 or step == self.steps)
 
     def _is_among_best(self, trainer: Trainer) -> bool:
-        value = trainer.callback_metrics.get(self.monitor)
-        if not self.keep_best or value is None or not math.isfinite(value):
+        if not self.keep_best:
             return False
-        ranked = sorted({**self.best, trainer.global_step: float(value)}.items(), key=lambda item: item[1])
+        latest = cast(Published, trainer.lightning_module).latest
+        value = latest.get(self.monitor)
+        if value is None:
+            known = ", ".join(sorted(latest))
+            raise ValueError(f"trainer.monitor {self.monitor!r} is no metric of this run; there are {known}")
+        if not math.isfinite(value):
+            return False
+        ranked = sorted({**self.best, trainer.global_step: value}.items(), key=lambda item: item[1])
         self.best = dict(ranked[: self.keep_best])
         return trainer.global_step in self.best
 
     def _save(self, trainer: Trainer) -> None:
+        self.latest = dict(cast(Published, trainer.lightning_module).latest)
         path = self.folder / name_of(trainer.global_step)
         for logger in trainer.loggers:
             logger.save()  # what was logged up to this step must not be lost with the process
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            link(self.folder / LAST, path.name)
-            if self.best:
-                link(self.folder / BEST, name_of(min(self.best, key=lambda step: self.best[step])))
-            self._prune()
+            tidy(self.folder, self.best, self.keep_last)
 
-    def _prune(self) -> None:
-        files = sorted(self.folder.glob("step-*.ckpt"))
-        kept = {path.name for path in files[-self.keep_last :]} | {name_of(step) for step in self.best}
-        for path in files:
-            if path.name not in kept:
-                path.unlink()
+
+def tidy(folder: Path, best: Mapping[int, float], keep_last: int) -> None:
+    """Points the links at the newest and the best checkpoint, and removes what is not kept.
+
+    Args:
+        folder: where the checkpoints lie.
+        best: metric of the best checkpoints by step, lower is better.
+        keep_last: how many of the newest stay.
+    """
+    files = sorted(folder.glob("step-*.ckpt"))
+    if files:
+        link(folder / LAST, files[-1].name)
+    if best:
+        link(folder / BEST, name_of(min(best, key=lambda step: best[step])))
+    kept = {path.name for path in files[-keep_last:]} | {name_of(step) for step in best}
+    for path in [*files, *folder.glob(".*.partial")]:
+        if path.name not in kept:
+            path.unlink()
 
 
 def name_of(step: int) -> str:

@@ -24,8 +24,7 @@ class TensorBoard(TensorBoardLogger):
     """
 
     def __init__(self, folder: Path, after_step: int = 0) -> None:
-        purge = after_step + 1 if after_step else None
-        super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge)
+        super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=after_step + 1)
 
     @rank_zero_only
     def save(self) -> None:

@@ -68,7 +68,7 @@ def import_llama(
         dropout=0.0,
         position="rotary",
         rope_base=_rope_base(config),
-        window=config.get("sliding_window") if kind == "mistral" else None,
+        window=config.get("sliding_window", 4096) if kind == "mistral" else None,
         init_std=config.get("initializer_range", 0.02),
     )
     tied = config.get("tie_word_embeddings", False)

@@ -72,8 +72,7 @@ class ImportedDecoder:
     def build(self) -> Decoder:
         """The network with these weights, in their type."""
         decoder = Decoder(self.backbone, self.model, self.size)
-        decoder.to(next(iter(self.state.values())).dtype)
-        decoder.load_state_dict(self.state)
+        decoder.load_state_dict({name: value.clone() for name, value in self.state.items()}, assign=True)
         return decoder
 
 

@@ -23,6 +23,10 @@ class ModelConfig(ABC):
     def build(self, backbone: BackboneConfig, modality: dict[str, ModalityConfig]) -> nn.Module:
         """The network, on torch's default device and type, with weights from torch's global generator."""
 
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence that the network can take; None sets no limit."""
+        return None
+
 
 def tower(backbone: BackboneConfig, name: str, changes: Mapping[str, Any]) -> BackboneConfig:
     """The common `backbone` with the fields that tower `name` has otherwise.

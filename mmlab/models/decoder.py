@@ -48,6 +48,9 @@ class DecoderConfig(ModelConfig):
         if self.logit_soft_cap is not None and self.logit_soft_cap <= 0:
             raise ValueError(f"logit_soft_cap must be positive or null, got {self.logit_soft_cap}")
 
+    def longest(self) -> int | None:
+        return self.max_positions
+
     def build(self, backbone: BackboneConfig, modality: dict[str, ModalityConfig]) -> Decoder:
         text = modality.get("text")
         if not isinstance(text, TextModalityConfig):

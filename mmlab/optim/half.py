@@ -38,6 +38,7 @@ class HalfAdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        if "master" not in state:
             state["master"] = parameter.detach().to(torch.float32, copy=True)
         assert parameter.grad is not None
         beta1, beta2 = group["betas"]

@@ -98,7 +98,6 @@ class TrainerConfig:
     sanity_batches: int = 1
     activation_checkpointing: bool = False
     compile: bool = False
-    progress: bool = True
     threads: int | None = None
 
     def __post_init__(self) -> None:

@@ -149,7 +149,7 @@ class Task(LightningModule, ABC):
         if not self.is_due(batch.step):
             return
         names = sorted(self._step_sums)
-        stacked = self.reduce(torch.stack([self._step_sums[name].double() for name in names])).tolist()
+        stacked = self.reduce([float(self._step_sums[name]) for name in names])
         means = {
             name: total / max(batch.totals[name], 1.0) for name, total in zip(names, stacked, strict=True)
         }
@@ -174,11 +174,14 @@ class Task(LightningModule, ABC):
         for logger in self.trainer.loggers:
             logger.log_metrics(dict(values), step=self.global_step)
 
-    def reduce(self, values: Tensor) -> Tensor:
-        """Sum of `values` over all ranks."""
-        total = self.trainer.strategy.reduce(values.to(self.device), reduce_op="sum")
+    def reduce(self, values: list[float]) -> list[float]:
+        """Sums over all ranks, in float64."""
+        if self.trainer.world_size == 1:
+            return values
+        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = self.trainer.strategy.reduce(packed, reduce_op="sum")
         assert isinstance(total, Tensor)
-        return total
+        return total.tolist()
 
     # -- validation ---------------------------------------------------------------------------------------
 
@@ -188,8 +191,9 @@ class Task(LightningModule, ABC):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds the micro-batch's sums and counts; an average is taken once, over the whole set."""
+        exact = torch.float32 if self.device.type == "mps" else torch.float64  # what the device has
         for name, value in self.sums(batch).items():
-            self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value.double()
+            self._epoch_sums[name] = self._epoch_sums.get(name, 0.0) + value.to(exact)
         for name, count in batch.counts.items():
             self._epoch_counts[name] = self._epoch_counts.get(name, 0.0) + count
 
@@ -199,7 +203,7 @@ class Task(LightningModule, ABC):
         local = [float(self._epoch_sums[name]) for name in sums] + [
             self._epoch_counts[name] for name in counts
         ]
-        totals = self.reduce(torch.tensor(local, dtype=torch.float64)).tolist()
+        totals = self.reduce(local)
         metrics = self.metrics(
             dict(zip(sums, totals[: len(sums)], strict=True)),
             dict(zip(counts, totals[len(sums) :], strict=True)),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mmlab.backbone import attention
 from mmlab.backbone.attention import attend
+from mmlab.backbone.config import BackboneConfig
 from mmlab.backbone.masks import Mask, build_mask
+from mmlab.backbone.transformer import Transformer
 
 SEGMENTS = {
     "whole rows": [[1] * 12, [1] * 12, [1] * 12],
@@ -123,6 +125,39 @@ def test_half_precision_is_near_float32(layout: str, autocast: bool) -> None:
     assert half[0].dtype == torch.bfloat16
     for got, right in zip(half, exact, strict=True):
         torch.testing.assert_close(got.float(), right, atol=0.06, rtol=0.03)
+
+
+def test_large_scores_are_not_rounded_to_half_precision():
+    q, k, v = (
+        torch.randn(1, 128, 2, 32, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)
+    )
+    q, k = 4 * q, 4 * k
+    mask = build_mask(None, causal=True)
+    exact = attend(q.double(), k.double(), v.double(), mask)
+    error = (attend(q, k, v, mask).double() - exact).pow(2).mean().sqrt().item()
+    assert error < 3e-3  # the rounding of weights and results; rounded scores would give 1.2e-2
+
+
+def test_nan_in_padded_memory_reaches_no_gradient():
+    config = BackboneConfig(width=16, depth=1, num_heads=2)
+    torch.manual_seed(0)
+    network = Transformer(config, causal=True, cross_attention=True)
+    segments_BT, memory_segments_BS = torch.ones(2, 5, dtype=torch.int32), torch.ones(2, 4, dtype=torch.int32)
+    memory_segments_BS[1, 2:] = 0
+    found = []
+    for spans, poison in ((True, 0.0), (True, torch.nan), (False, torch.nan)):
+        network.spans = spans
+        network.zero_grad()
+        memory_BSD = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))
+        memory_BSD[1, 2:] = poison
+        x_BTD = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(2))
+        mask, memory_mask = network.mask(segments_BT), network.memory_mask(segments_BT, memory_segments_BS)
+        output = network(x_BTD, mask=mask, memory_BSD=memory_BSD, memory_mask=memory_mask)
+        output.hidden_BTD.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in network.parameters()])
+    for gradients in found[1:]:
+        for got, right in zip(gradients, found[0], strict=True):
+            torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
 
 
 def test_autocast_decides_which_implementation_runs(monkeypatch: pytest.MonkeyPatch) -> None:

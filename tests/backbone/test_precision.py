@@ -91,7 +91,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
 def test_positions_restart_with_every_document() -> None:
     segments = torch.tensor([[1, 1, 2, 2, 2, 0, 0], [0, 1, 1, 1, 1, 1, 1]])
-    assert document_positions(segments).tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 2, 3, 4, 5]]
+    assert document_positions(segments).tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])

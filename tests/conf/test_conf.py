@@ -247,6 +247,8 @@ def test_flat_values_suit_a_table(default: RunConfig) -> None:
         ("+modell={}", "modell: unknown key; did you mean 'model'?"),
         ("devices=2", "devices=2 needs strategy=ddp or strategy=fsdp, got strategy=single"),
         ("seed", "seed: expected key=value"),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate: expected a finite number, got nan"),
+        ("model.max_positions=16", "data.max_length 256 is more than the 16 positions of the model"),
     ],
 )
 def test_an_override_is_refused_in_one_line(override: str, complaint: str) -> None:
@@ -284,6 +286,8 @@ def test_an_override_arrives_as_meant(override: str, path: str, value: Any) -> N
         ("seed: 1:30", "1:30"),
         ("betas: [0.9, 010]", "010"),
         ("x: {a: 00}", "00"),
+        ("betas: [010,0.9]", "010"),
+        ("x: 1:30.5", "1:30.5"),
     ],
 )
 def test_yaml_numbers_in_another_base_are_refused(line: str, shown: str, tmp_path: Path) -> None:

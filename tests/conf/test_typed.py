@@ -131,6 +131,8 @@ def test_takes_every_kind_of_annotation() -> None:
         ),
         ({"shape": {"_target_": "os.system"}}, "shape._target_: os.system is not a kind of Shape"),
         ({"shape": {"_target_": 3}}, "shape._target_: expected the full name of a class, got 3 (int)"),
+        ({"shape": {"_target_": ""}}, "shape._target_: '' is not the full name of a class"),
+        ({"shape": {"_target_": ".x"}}, "shape._target_: '.x' is not the full name of a class"),
         ({"either": {"side": 1.0}}, "either._target_: missing; it names one of"),
         ({"scalar": 1.5}, "scalar: expected int or str, got 1.5 (float)"),
     ],

@@ -1,6 +1,7 @@
 """Two processes against one: losses, gradients, validation and sample ids. One start trains every cell."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,12 +124,6 @@ def test_the_cells_do_exercise_a_tail_that_leaves_one_rank_empty(cells):
     assert min(line["counts"]["nll"] for line in tail) == 0
 
 
-def test_all_ranks_report_one_run_folder(cells):
-    root, folders = cells
-    lines = recorded(root / "seen" / "two-ddp")
-    assert {line["folder"] for line in lines} == {str(folders["two-ddp"])}
-
-
 def test_checkpoints_have_the_same_keys_and_shapes_whatever_strategy_wrote_them(cells):
     _, folders = cells
     states = {}
@@ -141,3 +136,18 @@ def test_checkpoints_have_the_same_keys_and_shapes_whatever_strategy_wrote_them(
             [sorted(group["params"]) for group in optimizer["param_groups"]],
         )
     assert all(state == states["one"] for state in states.values())
+
+
+@pytest.mark.slow
+def test_a_sweep_on_two_ranks_makes_one_folder_with_one_for_each_job(tmp_path):
+    record = f"+callbacks.record={{_target_: probes.RecordConfig, folder: {tmp_path}/seen}}"
+    words = tiny(tmp_path, "strategy=ddp", "devices=2", "schedule.steps=4", "schedule.warmup_steps=1", record)
+    done = start("-m", "mmlab.cli", "train", "-m", *words, "seed=1,2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    (sweep,) = (tmp_path / "runs" / "sweeps").iterdir()
+    jobs = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert [job.name for job in jobs] == ["0", "1"]
+    assert sorted(path.parent for path in (tmp_path / "runs").rglob("events.out.tfevents*")) == jobs
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (tmp_path / "seen" / f"{rank}.jsonl").read_text().splitlines()]
+        assert {Path(line["folder"]).resolve() for line in lines} == {job.resolve() for job in jobs}

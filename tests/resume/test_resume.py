@@ -1,6 +1,7 @@
 """A run that is stopped and resumed is the run that was not stopped: losses, weights, samples, logs."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from probes import StopHere, recorded
 from runs import losses, make_run, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mmlab.callbacks.checkpoint import name_of
 from mmlab.config import configure
 from mmlab.runconfig import save_config
 from mmlab.train import run
@@ -127,9 +129,46 @@ def test_checkpoints_are_direct_children_and_as_many_as_asked_for(stopped):
     assert not [path for path in folder.rglob("*") if path.is_dir()]
     saved = torch.load(folder / "last.ckpt", weights_only=True)
     best = saved["callbacks"]["Checkpoints"]["best"]
+    values = losses(stopped[1], "val/loss")
+    lowest = min(values, key=lambda step: values[step])
+    assert best == {lowest: values[lowest]}
+    assert (folder / "best.ckpt").resolve().name == name_of(lowest)
     files = {path.name for path in folder.glob("step-*.ckpt")}
-    assert len(best) == 1
-    assert len(files) <= 3  # two newest and one best
+    assert files == {name_of(step) for step in (18, 20, lowest)}
+    assert {path.name for path in folder.iterdir()} == files | {"last.ckpt", "best.ckpt"}
+
+
+def test_what_a_kill_after_the_last_checkpoint_left_undone_is_completed(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[1], folder, symlinks=True)
+    finished = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**finished, "status": "running", "metrics": {}}))
+    (folder / "checkpoints" / "last.ckpt").unlink()
+    (folder / "checkpoints" / ".step-0000000020.ckpt.1.partial").touch()
+    metrics = run(folder)
+    mended = json.loads((folder / "manifest.json").read_text())
+    assert (mended["status"], mended["metrics"]) == ("finished", finished["metrics"])
+    assert metrics == finished["metrics"]
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {path.name for path in (whole[1] / "checkpoints").iterdir()}
+
+
+def test_keeping_no_best_keeps_the_newest_alone(tmp_path):
+    folder = make_run(tmp_path / "run", tiny(tmp_path, "trainer.keep_best=0", "trainer.keep_last=1"))
+    run(folder)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {name_of(20), "last.ckpt"}
+
+
+def test_an_unknown_monitor_names_the_metrics_there_are(tmp_path):
+    folder = make_run(tmp_path / "run", tiny(tmp_path, "trainer.monitor=val/typo"))
+    with pytest.raises(ValueError, match=r"'val/typo' is no metric of this run; there are train/.* val/loss"):
+        run(folder)
+
+
+def test_a_run_without_validation_data_still_ends_with_a_checkpoint(tmp_path):
+    folder = make_run(tmp_path / "run", tiny(tmp_path, "data.validation=null"))
+    assert "train/loss" in run(folder)
+    assert (folder / "checkpoints" / "last.ckpt").resolve().name == name_of(20)
 
 
 def test_a_checkpoint_alone_rebuilds_the_network(stopped):
