@@ -21,9 +21,12 @@ class DataConfig:
     Batching: `padded` takes the next `batch_size` samples; `packed` fills rows of `max_length` places with
     several samples each; `bucketed` puts samples of like length together, as many as fit `batch_size` when
     padded to the longest. The last two plan ahead from the lengths of `window` samples of the shuffled order.
+    A bucketed step is divided by whole samples: a micro-batch of it may take more than `micro_batch_size`
+    places, but always fewer than micro_batch_size + its step's longest sample.
 
     `bad_samples` is how many samples may prove unusable in one pass over the data: each is named in the log
-    and leaves a hole; one more ends the run. 0 ends it at the first, null never.
+    and leaves a hole; one more ends the run. 0 ends it at the first, null never. Where documents are
+    tokenized first, the limit is applied to those left out only after the whole source has been tokenized.
 
     `validation_samples` validates on that many samples, drawn once for the run; null takes all.
     """
@@ -67,10 +70,13 @@ class DataConfig:
         if self.batching == "packed":
             for name in ("batch_size", "micro_batch_size", "validation_micro_batch_size"):
                 self._check_rows(name)
-        if self.batching == "bucketed" and self.batch_size < self.max_length:
-            raise ValueError(
-                f"batch_size {self.batch_size} has no room for one sample of max_length {self.max_length}"
-            )
+        if self.batching == "bucketed":
+            for name in ("batch_size", "micro_batch_size"):
+                value = getattr(self, name)
+                if value is not None and value < self.max_length:
+                    raise ValueError(
+                        f"{name} {value} has no room for one sample of max_length {self.max_length}"
+                    )
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
@@ -102,6 +108,11 @@ def accumulation(config: DataConfig, ranks: int) -> int:
         if size % (ranks * row):
             rows = f" rows of max_length {row}" if row > 1 else ""
             raise ValueError(f"data.batch_size {size} cannot be split evenly over {share}{rows}")
+        if config.batching == "bucketed" and size // ranks < config.max_length:
+            raise ValueError(
+                f"data.batch_size {size} over {share} leaves {size // ranks}, no room for one sample of "
+                f"data.max_length {config.max_length}"
+            )
         return 1
     per_round = ranks * config.micro_batch_size
     if size % per_round:

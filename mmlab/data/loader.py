@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -153,12 +154,17 @@ class TrainLoader:
         """Goes to where `state` was taken.
 
         Raises:
-            ValueError: if the data or the global batch are not those of the state; names both numbers.
+            ValueError: if the data, the global batch or the order are not those of the state.
         """
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name) != value:
+                if name == "order":
+                    raise ValueError(
+                        "the data cannot be resumed: the state was saved with another order of the samples; "
+                        "one of seed, shuffle, shuffle_block, batching and max_length has changed"
+                    )
                 raise ValueError(
-                    f"the data cannot be resumed: {name} was {state[name]} when the state was saved "
+                    f"the data cannot be resumed: {name} was {state.get(name)} when the state was saved "
                     f"and is {value} now"
                 )
         self._cursor = (state["epoch"], state["window"], state["step_in_window"])
@@ -166,10 +172,13 @@ class TrainLoader:
         self._bad.count = state["bad"]
 
     def _identity(self) -> dict[str, int]:
+        planner, order = self.planner, self.planner.order
+        settings = (order.seed, order.shuffle, order.block, planner.batching, planner.max_length)
         return {
-            "samples": self.planner.order.size,
-            "batch_size": self.planner.batch_size,
-            "samples_in_window": self.planner.span,
+            "samples": order.size,
+            "batch_size": planner.batch_size,
+            "samples_in_window": planner.span,
+            "order": zlib.crc32(repr(settings).encode()),
         }
 
     def _plans(self, cursors: list[tuple[int, int, int]]) -> Iterator[MicroPlan]:

@@ -54,6 +54,10 @@ def test_what_cannot_be_split_names_the_numbers():
     packed = config(batching="packed", unit="tokens", batch_size=48)
     with pytest.raises(ValueError, match="48 cannot be split evenly over 2 ranks rows of max_length 16"):
         accumulation(packed, 2)
+    bucketed = config(batching="bucketed", unit="tokens", batch_size=48)
+    assert accumulation(bucketed, 3) == 1
+    with pytest.raises(ValueError, match=r"48 over 4 ranks leaves 12, no room .* data\.max_length 16"):
+        accumulation(bucketed, 4)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,10 @@ def test_what_cannot_be_split_names_the_numbers():
         ({"unit": "tokens"}, r"'padded' counts batch_size \(8\) in samples, but unit is 'tokens'"),
         ({"batching": "packed", "unit": "tokens", "batch_size": 40}, "40 is not a multiple of max_length 16"),
         ({"batching": "bucketed", "unit": "tokens"}, "batch_size 8 has no room .* max_length 16"),
+        (
+            {"batching": "bucketed", "unit": "tokens", "batch_size": 96, "micro_batch_size": 12},
+            "micro_batch_size 12 has no room .* max_length 16",
+        ),
         ({"micro_batch_size": 3}, "batch_size 8 is not a multiple of micro_batch_size 3"),
     ],
 )
@@ -99,6 +107,18 @@ def test_ranks_share_what_one_process_reads(tmp_path, batching):
     loaders = [split.loader(ranks=2, rank=rank) for rank in range(2)]
     assert len(loaders[0]) == 12 * 2
     assert by_step(*map(list, loaders)) == whole
+
+
+@pytest.mark.parametrize("micro", [16, 24, 32])
+def test_a_bucketed_micro_batch_exceeds_its_size_by_less_than_one_sample(tmp_path, micro):
+    options = {"batching": "bucketed", "unit": "tokens", "batch_size": 96, "micro_batch_size": micro}
+    steps = {}
+    for batch in module(tmp_path, config(**options)).loader():
+        steps.setdefault(batch.step, []).append(batch.tensors["tokens"])
+    assert len(steps) == 12
+    for parts in steps.values():
+        longest = max(part.shape[1] for part in parts)
+        assert max(part.numel() for part in parts) < micro + longest
 
 
 def test_documents_that_cannot_be_read_count_against_the_limit(tmp_path, caplog):

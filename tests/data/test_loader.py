@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmlab.data.loader import TrainLoader
+from mmlab.data.order import Order
+from mmlab.data.packing import Planner
 from mmlab.data.sources.base import BadSampleError
 from tests.data.fakes import Echo, Numbers, by_step, train_loader, validation_loader
 
@@ -115,6 +118,24 @@ def test_a_state_from_other_data_is_refused():
     with pytest.raises(ValueError, match=r"batch_size was 1 .* is 2 now"):
         train_loader(Numbers(10), 5, batch_size=2).load_state_dict(state)
     assert all(type(value) is int for value in state.values())
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"shuffle": False}, {"block": 2}, {"batching": "bucketed"}, {"max_length": 32}]
+)
+def test_a_state_from_another_order_is_refused(change):
+    def loader(seed=0, shuffle=True, block=None, batching="packed", max_length=16):
+        planner = Planner(Order(10, seed, shuffle, block), batching, 32, max_length, 8, np.ones(10, np.int64))
+        return TrainLoader(Numbers(10), Echo(), planner, 5)
+
+    state = loader().state_dict()
+    loader().load_state_dict(state)
+    settings = "seed, shuffle, shuffle_block, batching and max_length"
+    with pytest.raises(ValueError, match=f"another order of the samples; one of {settings} has changed"):
+        loader(**change).load_state_dict(state)
+    del state["order"]
+    with pytest.raises(ValueError, match="another order"):
+        loader().load_state_dict(state)
 
 
 def test_every_micro_batch_carries_the_counts_of_its_whole_step():

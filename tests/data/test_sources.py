@@ -1,6 +1,8 @@
 """Sources give what stands in their files, name what is wrong, and are known by their content."""
 
+import errno
 import json
+import os
 import pickle
 
 import numpy as np
@@ -8,13 +10,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mmlab.data.files import file_sha256
+from mmlab.data.files import file_sha256, find_files, fresh_file, fresh_folder
 from mmlab.data.sources.base import BadSampleError
 from mmlab.data.sources.jsonl import JsonlConfig, ManifestConfig
 from mmlab.data.sources.parquet import ParquetConfig
 from mmlab.data.sources.python_files import PythonFilesConfig
 from mmlab.data.sources.synthetic import SyntheticConfig
 from mmlab.data.sources.text_files import TextFilesConfig
+from mmlab.data.sources.tokens import build_token_file
+from tests.data.fakes import encode
 
 
 def texts(source):
@@ -76,6 +80,38 @@ def test_large_files_are_hashed_once(tmp_path, monkeypatch):
     assert not list(cache.rglob(".making-*"))
 
 
+def test_a_large_file_that_was_rewritten_behind_its_time_is_hashed_again(tmp_path):
+    path, cache = tmp_path / "big.bin", tmp_path / "cache"
+    path.write_bytes(b"x" * (1 << 20))
+    first, status = file_sha256(path, cache), path.stat()
+    path.write_bytes(b"y" * (1 << 20))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert file_sha256(path, cache) == file_sha256(path) != first
+
+
+def test_a_file_is_found_once_under_its_first_spelling(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    spelled = f"{tmp_path}/sub/../a.txt"
+    assert [str(path) for path in find_files([spelled, f"{tmp_path}/*.txt"], "paths")] == [spelled]
+
+
+def test_what_is_made_has_the_mode_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with fresh_file(tmp_path / "file.json") as temporary:
+            temporary.write_text("{}")
+        with fresh_folder(tmp_path / "folder") as temporary:
+            (temporary / "inside").write_text("")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file.json").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o750
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "folder"]
+
+
 def test_jsonl_has_random_access(tmp_path):
     lines = [json.dumps({"text": f"döc {index}\n" * (index + 1), "id": index}) for index in range(5)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:3]) + "\n\n  \n")
@@ -104,6 +140,12 @@ def test_bad_lines_are_bad_samples_with_a_place(tmp_path):
             source[index]
 
 
+def test_a_line_that_is_nested_too_deep_is_a_bad_sample(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[" * 200_000 + "]" * 200_000 + "\n")
+    with pytest.raises(BadSampleError, match=r"a\.jsonl row 0 \(at byte 0\): .*recursion"):
+        JsonlConfig((f"{tmp_path}/a.jsonl",)).build()[0]
+
+
 def test_compressed_lines_are_refused(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(b"")
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz is compressed.*unpack it first"):
@@ -120,9 +162,12 @@ def test_manifest_paths_are_relative_to_the_manifest(tmp_path):
     assert source[1]["audio"] == "/data/2.wav"
     with pytest.raises(BadSampleError, match="'audio' is no path: 3"):
         source[2]
-    before = source.fingerprint()
-    (tmp_path / "clips" / "1.wav").write_bytes(b"12345")
-    assert source.fingerprint() != before
+    prints = {source.fingerprint()}
+    for content in (b"12345", b"54321", None):
+        clip = tmp_path / "clips" / "1.wav"
+        clip.unlink() if content is None else clip.write_bytes(content)
+        prints.add(source.fingerprint())
+    assert len(prints) == 4
 
 
 def test_parquet_is_read_by_row_group(tmp_path):
@@ -153,6 +198,38 @@ def test_parquet_faults_are_named(tmp_path):
     path.write_bytes(bytes(content[: len(content) // 2]))
     with pytest.raises(ValueError, match=r"a\.parquet is no readable Parquet file"):
         ParquetConfig((str(path),)).build()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), pyarrow.ArrowMemoryError("full")]
+)
+def test_a_passing_fault_is_no_bad_sample_and_is_not_cached(tmp_path, monkeypatch, error):
+    path, cache = tmp_path / "a.parquet", tmp_path / "cache"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), path)
+    source = ParquetConfig((str(path),)).build()
+
+    def tokens():
+        return build_token_file(source, encode, end=256, vocabulary_size=257, key="bytes", cache=cache)
+
+    def failing(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", failing)
+        with pytest.raises(type(error)) as raised:
+            tokens()
+    assert raised.value is error
+    assert list((cache / "tokens").iterdir()) == []
+    assert (tokens().documents, tokens().bad) == (2, [])
+
+
+def test_a_parquet_file_that_vanished_is_no_bad_sample(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), path)
+    source = ParquetConfig((str(path),)).build()
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        source[0]
 
 
 def test_python_files_are_split_by_module(tmp_path):

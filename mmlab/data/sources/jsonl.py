@@ -31,7 +31,7 @@ class JsonlConfig(SourceConfig):
 class ManifestConfig(SourceConfig):
     """Rows of a JSON-lines file; the values of `path_fields` are paths relative to the manifest's folder.
 
-    The fingerprint covers the manifest and the sizes of the files that it names, not their content.
+    The fingerprint covers the manifest and the content of the files that it names.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Lines:
             line = file.read(stop - start)
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadSampleError(f"{self.name(index)}: {error}") from error
         if not isinstance(row, dict):
             raise BadSampleError(f"{self.name(index)}: an object was expected, not {type(row).__name__}")
@@ -141,8 +141,8 @@ class Manifest(Source):
         return self._lines.name(index)
 
     def fingerprint(self) -> str:
-        """Changes with the manifest and with the size of any file that it names."""
-        sizes = []
+        """Changes with the manifest and with the content of any file that it names."""
+        contents = []
         for index in range(len(self)):
             try:
                 row = self[index]
@@ -150,8 +150,9 @@ class Manifest(Source):
                 continue
             for field in self._fields:
                 path = Path(row[field]) if field in row else None
-                sizes.append(path.stat().st_size if path is not None and path.is_file() else -1)
-        return combined_sha256("manifest", *self._fields, *self._lines.hashes(), json.dumps(sizes))
+                known = path is not None and path.is_file()
+                contents.append(file_sha256(path, self._lines.cache) if path and known else "")
+        return combined_sha256("manifest", *self._fields, *self._lines.hashes(), *contents)
 
 
 def _line_spans(path: Path, cache: Path | None) -> NDArray[np.int64]:

@@ -99,8 +99,20 @@ class Parquet(Source):
                 with parquet.ParquetFile(self._files[number]) as file:
                     table = file.read_row_group(group, columns=[self._column], use_threads=False)
             except (arrow.ArrowException, OSError) as error:
+                if not _is_content_fault(error):
+                    raise
                 raise BadSampleError(f"{self._files[number]} row group {group}: {error}") from error
             while len(self._kept) >= _GROUPS_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[place] = table.column(0)
         return self._kept[place]
+
+
+def _is_content_fault(error: Exception) -> bool:
+    """Whether the bytes are at fault, so that reading again cannot help.
+
+    Arrow raises a page that cannot be decoded as an OSError too, but only one of the system has an errno.
+    """
+    if isinstance(error, OSError):
+        return error.errno is None
+    return not isinstance(error, MemoryError)
