@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from probes import recorded
-from runs import losses, make_run, start, tiny
+from tiny_runs import losses, make_run, start, tiny
 
 from mmlab.train import run
 

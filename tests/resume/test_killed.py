@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from probes import recorded
-from runs import losses, start
+from tiny_runs import losses, start
 
 from mmlab.data.sources.python_files import PythonFilesConfig
 

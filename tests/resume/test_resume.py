@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from probes import StopHere, recorded
-from runs import losses, make_run, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import losses, make_run, tiny
 
 from mmlab.callbacks.checkpoint import name_of
 from mmlab.config import configure

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from probes import recorded
-from runs import losses, make_run, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from tiny_runs import losses, make_run, tiny
 
 from mmlab.config import configure
 from mmlab.runconfig import flat
