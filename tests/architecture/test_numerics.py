@@ -9,6 +9,7 @@ import pytest
 
 from experiments.benchmarks import numerics
 from experiments.benchmarks.numerics import Outcome, Row, compare
+from mmlab.config import configure
 from tests.architecture.source import ROOT
 
 NAME = "text/python"
@@ -123,3 +124,9 @@ def test_every_experiment_stands_in_the_gate() -> None:
     folder = ROOT / "conf" / "experiment"
     names = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")}
     assert names <= set(numerics.EXPERIMENTS), "give each a line in experiments/benchmarks/numerics.py"
+
+
+@pytest.mark.parametrize("name", sorted(numerics.EXPERIMENTS))
+def test_the_tiny_form_of_every_experiment_composes(name: str) -> None:
+    config = configure([f"experiment={name}", *numerics.COMMON, *numerics.EXPERIMENTS[name]])
+    assert config.schedule.steps == numerics.STEPS
