@@ -238,7 +238,9 @@ def _report(folder: Path, config: RunConfig, metrics: dict[str, float]) -> None:
 
 def _program(name: str) -> str:
     """How the shell finds `name`: by itself, or by the path into this environment."""
-    return name if shutil.which(name) else os.path.relpath(Path(sys.executable).with_name(name))
+    found = Path(sys.executable).with_name(name)
+    near = os.path.relpath(found)
+    return name if shutil.which(name) else str(found) if near.startswith("..") else near
 
 
 if __name__ == "__main__":
