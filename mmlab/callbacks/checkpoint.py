@@ -61,8 +61,11 @@ class Checkpoints(Checkpoint):
         if state_dict["monitor"] == self.monitor and self.keep_best:
             self.best = {int(step): float(value) for step, value in state_dict["best"].items()}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mends what a killed process left: half-written files, links and files that are no longer kept."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Mends what a killed process left: half-written files, stale links, files no longer kept.
+
+        Not earlier: a sharded strategy restores callbacks after `on_fit_start`; the best would be unknown.
+        """
         self.best = {
             step: value for step, value in self.best.items() if (self.folder / name_of(step)).exists()
         }
