@@ -17,6 +17,7 @@ from mmlab.backbone.config import BackboneConfig
 from mmlab.callbacks.config import CallbackConfig, LoggerConfig
 from mmlab.data.config import DataConfig, accumulation
 from mmlab.modalities.base import ModalityConfig
+from mmlab.models.adapt import AdaptConfig
 from mmlab.models.base import ModelConfig, tower
 from mmlab.optim.base import OptimizerConfig
 from mmlab.optim.schedule import ScheduleConfig
@@ -51,6 +52,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     precision: PrecisionConfig
+    adapt: AdaptConfig
     strategy: StrategyConfig = field(metadata=HOW)
     devices: int = field(metadata=HOW)
     trainer: TrainerConfig = field(metadata=HOW)

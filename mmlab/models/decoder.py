@@ -16,7 +16,8 @@ from mmlab.backbone.layers import Linear
 from mmlab.backbone.positions import document_positions
 from mmlab.backbone.transformer import Auxiliary, Transformer
 from mmlab.modalities.base import ModalityConfig
-from mmlab.modalities.text import TextModalityConfig, TextStem
+from mmlab.modalities.text.stem import TextStem
+from mmlab.modalities.text.vocabulary import TextModalityConfig
 from mmlab.models.base import ModelConfig, tower
 
 IGNORE = -100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,15 @@ class OptimizerConfig(ABC):
             raise ValueError(f"clip_norm must be positive or null, got {self.clip_norm}")
 
     @abstractmethod
-    def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """Optimizer over the named parameters, each group carrying its peak rate as `peak_lr`."""
+    def build(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], factors: Mapping[str, float] | None = None
+    ) -> torch.optim.Optimizer:
+        """Optimizer over the named parameters that are trained, each group carrying its peak rate as `peak_lr`.
+
+        Args:
+            parameters: names and parameters of the network; frozen ones are left out.
+            factors: factor on the peak rate of single parameters, by name; others have 1.
+        """
 
 
 def decay_groups(

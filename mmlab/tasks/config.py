@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmlab.backbone.config import BackboneConfig
 from mmlab.modalities.base import ModalityConfig
+from mmlab.models.adapt import AdaptConfig
 from mmlab.models.base import ModelConfig
 from mmlab.optim.base import OptimizerConfig
 from mmlab.optim.schedule import ScheduleConfig
@@ -41,6 +42,7 @@ class TaskParts:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     seed: int
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
     def build(self) -> Task:
         """The task; its network is built when the trainer asks for it."""

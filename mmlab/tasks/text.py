@@ -17,7 +17,7 @@ from mmlab.data.collate import Batch, Example
 from mmlab.data.sources.base import Source
 from mmlab.data.sources.tokens import TokenWindows, build_token_file
 from mmlab.modalities.base import ModalityConfig
-from mmlab.modalities.text import Vocabulary
+from mmlab.modalities.text.vocabulary import Vocabulary
 from mmlab.models.decoder import IGNORE
 from mmlab.tasks.base import Task
 from mmlab.tasks.config import TaskConfig

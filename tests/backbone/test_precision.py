@@ -13,7 +13,7 @@ from mmlab.backbone import transformer as module
 from mmlab.backbone.config import BackboneConfig
 from mmlab.backbone.layers import LayerNorm, RMSNorm
 from mmlab.backbone.positions import Rotary, document_positions, rotary, rotate
-from mmlab.modalities.text import BytesConfig
+from mmlab.modalities.text.vocabulary import BytesConfig
 from mmlab.models.decoder import Decoder, DecoderConfig
 
 LENGTH = 2048

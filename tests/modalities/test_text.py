@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmlab.modalities.base import EncodingError
-from mmlab.modalities.text import (
+from mmlab.modalities.text.stem import TextStem
+from mmlab.modalities.text.vocabulary import (
     BytesConfig,
     CharactersConfig,
     CharacterVocabulary,
-    TextStem,
     Vocabulary,
 )
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmlab.backbone.config import BackboneConfig
-from mmlab.modalities.text import BytesConfig, CharactersConfig
+from mmlab.modalities.text.vocabulary import BytesConfig, CharactersConfig
 from mmlab.models import decoder as module
 from mmlab.models.decoder import IGNORE, Decoder, DecoderConfig
 
