@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,9 +68,21 @@ class BackboneConfig:
     window: int | None = None
     init_std: float = 0.02
     residual_init: Literal["scaled", "zero"] = "scaled"
+    parametrization: Literal["standard", "mup"] = "standard"
+    base_width: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "num_heads", "num_kv_heads", "head_size", "mlp_size", "window"):
+        sizes = (
+            "width",
+            "depth",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "mlp_size",
+            "window",
+            "base_width",
+        )
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -89,6 +102,11 @@ class BackboneConfig:
                 "norm_eps and rope_base must be positive and init_std not negative, got "
                 f"{self.norm_eps}, {self.rope_base} and {self.init_std}"
             )
+        if (self.parametrization == "mup") != (self.base_width is not None):
+            raise ValueError(
+                f"base_width belongs to parametrization 'mup': got parametrization {self.parametrization!r} "
+                f"and base_width {self.base_width}"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -106,3 +124,28 @@ class BackboneConfig:
         if self.mlp_size is not None:
             return self.mlp_size
         return -(-8 * self.width // 24) * 8 if self.activation == "swiglu" else 4 * self.width
+
+    @property
+    def width_factor(self) -> float:
+        """How many times wider this is than the base width of `mup`; 1 in the standard parametrization.
+
+        Matrices inside the blocks (taken to grow with the width on both sides) start smaller by its square
+        root, and AdamW's rate for them is smaller by the factor itself. Embeddings, norms and biases keep
+        theirs.
+        """
+        return 1.0 if self.base_width is None else self.width / self.base_width
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of queries and keys are multiplied by: 1 / sqrt(K), under `mup` sqrt(base K) / K.
+
+        Where `head_size` is given, heads are as large at the base width and their number grows; where it is
+        null, they are as many there and their size grows.
+        """
+        growth = self.width_factor if self.head_size is None else 1.0
+        return 1 / math.sqrt(self.key_size) / math.sqrt(growth)
+
+    @property
+    def logit_scale(self) -> float:
+        """What hidden states are multiplied by on their way into an output layer, tied or not."""
+        return 1 / self.width_factor

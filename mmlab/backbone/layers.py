@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,10 +19,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """Matrix with normal initial weights of standard deviation `std` and a zero bias."""
+    """Matrix with normal initial weights of standard deviation `std / sqrt(width_factor)` and a zero bias.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, std: float) -> None:
-        self.std = std
+    Optimizers read `width_factor` here and divide the weight's learning rate by it. (It stands at the module:
+    sharding replaces parameters.)
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, std: float, width_factor: float = 1.0) -> None:
+        self.std = std / math.sqrt(width_factor)
+        self.width_factor = width_factor
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -84,10 +90,11 @@ class MLP(nn.Module):
     def __init__(self, config: BackboneConfig, residual_std: float) -> None:
         super().__init__()
         width, inner, bias, std = config.width, config.inner_size, config.bias, config.init_std
+        factor = config.width_factor
         self.activation = ACTIVATIONS[config.activation]
-        self.gate = Linear(width, inner, bias, std) if config.activation == "swiglu" else None
-        self.up = Linear(width, inner, bias, std)
-        self.down = Linear(inner, width, bias, residual_std)
+        self.gate = Linear(width, inner, bias, std, factor) if config.activation == "swiglu" else None
+        self.up = Linear(width, inner, bias, std, factor)
+        self.down = Linear(inner, width, bias, residual_std, factor)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD.to(compute_dtype(x_BTD))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mmlab.optim.base import OptimizerConfig, decay_groups
+from mmlab.optim.base import OptimizerConfig, check_betas, decay_groups
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +21,14 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        check_betas(self.betas)
 
     def build(
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], factors: Mapping[str, float] | None = None
     ) -> torch.optim.Optimizer:
         import torch
 
-        groups = decay_groups(parameters, self.weight_decay, self.learning_rate)
+        groups = decay_groups(parameters, self.weight_decay, self.learning_rate, factors)
         every = [p for group in groups for p in group["params"]]
         if all(p.dtype == torch.float32 for p in every):
             return torch.optim.AdamW(

@@ -29,36 +29,49 @@ class HalfAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    half_adamw_update(parameter, self.state[parameter], group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        if "master" not in state:
-            state["master"] = parameter.detach().to(torch.float32, copy=True)
-        assert parameter.grad is not None
-        beta1, beta2 = group["betas"]
-        gradient = parameter.grad.float()
-        state["step"] += 1
-        step = state["step"].item()
-        master, average, square = state["master"], state["exp_avg"], state["exp_avg_sq"]
-        master.mul_(1 - group["lr"] * group["weight_decay"])
-        average.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        spread = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        master.addcdiv_(average, spread, value=-group["lr"] / (1 - beta1**step))
-        parameter.copy_(master)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state and its float32 types (the base class casts state to the parameters' type)."""
+        """Restores the state and its float32 types."""
         super().load_state_dict(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        mine = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(saved, mine, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor) and name != "step":
-                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+        keep_float32(self, state_dict)
+
+
+def half_adamw_update(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One AdamW update of `parameter` from its gradient, in float32; an empty `state` is begun."""
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+    assert parameter.grad is not None
+    beta1, beta2 = group["betas"]
+    gradient = parameter.grad.float()
+    state["step"] += 1
+    step = state["step"].item()
+    master, average, square = master_weight(parameter, state), state["exp_avg"], state["exp_avg_sq"]
+    master.mul_(1 - group["lr"] * group["weight_decay"])
+    average.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    spread = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+    master.addcdiv_(average, spread, value=-group["lr"] / (1 - beta1**step))
+    parameter.copy_(master)
+
+
+def master_weight(parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The float32 copy of `parameter` in its `state`, made where it is missing."""
+    if "master" not in state:
+        state["master"] = parameter.detach().to(torch.float32, copy=True)
+    return state["master"]
+
+
+def keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Takes state of half-width parameters again, in float32: torch has cast it to the parameters' type."""
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(saved, mine, strict=True):
+        if parameter.dtype == torch.float32:
+            continue
+        for name, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                optimizer.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
