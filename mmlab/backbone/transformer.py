@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmlab.backbone.attention import Attention
+from mmlab.backbone.cache import Cache, LayerCache
 from mmlab.backbone.config import BackboneConfig
 from mmlab.backbone.layers import MLP, norm
 from mmlab.backbone.masks import Mask, build_mask
@@ -56,10 +58,11 @@ class Block(nn.Module):
         tables: Rotary | None = None,
         memory_BSD: Tensor | None = None,
         memory_mask: Mask | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(self._layers, x_BTD, mask, tables, memory_BSD, memory_mask, use_reentrant=False)
-        return self._layers(x_BTD, mask, tables, memory_BSD, memory_mask)
+        return self._layers(x_BTD, mask, tables, memory_BSD, memory_mask, cache)
 
     def _layers(
         self,
@@ -68,13 +71,15 @@ class Block(nn.Module):
         tables: Rotary | None,
         memory_BSD: Tensor | None,
         memory_mask: Mask | None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self._drop(self.attention(self.attention_norm(x_BTD), mask, tables))
+        attended_BTD = self.attention(self.attention_norm(x_BTD), mask, tables, cache=cache)
+        x_BTD = x_BTD + self._drop(attended_BTD)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
-            assert memory_BSD is not None
             assert memory_mask is not None
             query_BTD = self.cross_attention_norm(x_BTD)
-            x_BTD = x_BTD + self._drop(self.cross_attention(query_BTD, memory_mask, memory_BSD=memory_BSD))
+            read_BTD = self.cross_attention(query_BTD, memory_mask, None, memory_BSD, cache, cross=True)
+            x_BTD = x_BTD + self._drop(read_BTD)
         return x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)))
 
     def _drop(self, x_BTD: Tensor) -> Tensor:
@@ -124,6 +129,8 @@ class Transformer(nn.Module):
         positions_BT: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         memory_mask: Mask | None = None,
+        cache: Cache | None = None,
+        counts: Sequence[int] | None = None,
     ) -> TransformerOutput:
         """Hidden states of the last layer.
 
@@ -134,12 +141,23 @@ class Transformer(nn.Module):
                 give `document_positions(segments)`.
             memory_BSD: what cross-attention reads.
             memory_mask: from `self.memory_mask(...)`; None means that all of the memory is visible.
+            cache: what was seen before; the tokens go on from there and are added to it. Mask and positions
+                are then the cache's, and the memory is needed in the first call only.
+            counts: with a cache, how many tokens of each row are real, from the left; None for all.
         """
-        if self.cross_attention != (memory_BSD is not None):
+        if self.cross_attention != (memory_BSD is not None or (cache is not None and cache.has_memory)):
             given = memory_BSD is not None
             raise ValueError(f"cross_attention is {self.cross_attention}, but memory_BSD is given: {given}")
+        step = None
+        if cache is not None:
+            self._check_cache(x_BTD, mask)
+            positions_BT = (
+                cache.positions(x_BTD.shape[1], x_BTD.device) if positions_BT is None else positions_BT
+            )
+            step = cache.step(positions_BT, counts)
+            mask = step.mask
         mask = self.mask(None) if mask is None else mask
-        if memory_BSD is not None and memory_mask is None:
+        if self.cross_attention and memory_mask is None:
             memory_mask = self.memory_mask(None, None)
         if memory_BSD is not None and memory_mask is not None and memory_mask.padded_BS is not None:
             # before the projections: 0 times NaN would reach the gradients of their weights
@@ -149,6 +167,17 @@ class Transformer(nn.Module):
             if positions_BT is None:
                 positions_BT = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
             tables = rotary(positions_BT, self.config.key_size, self.config.rope_base)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, mask, tables, memory_BSD, memory_mask)
+        for number, block in enumerate(self.blocks):
+            layer = step.layer(number) if step is not None else None
+            x_BTD = block(x_BTD, mask, tables, memory_BSD, memory_mask, layer)
+        if step is not None:
+            step.finish()
         return TransformerOutput(self.norm(x_BTD), {})
+
+    def _check_cache(self, x_BTD: Tensor, mask: Mask | None) -> None:
+        if not self.causal:
+            raise ValueError("only a causal transformer can use a cache")
+        if mask is not None:
+            raise ValueError("with a cache the mask follows from what it holds: give counts, not a mask")
+        if torch.is_grad_enabled() and x_BTD.requires_grad:
+            raise ValueError("a cache is for use without gradients: call under torch.no_grad()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmlab.backbone.cache import Cache
 from mmlab.backbone.config import BackboneConfig
 from mmlab.backbone.flops import Cost, linear_cost, transformer_cost
 from mmlab.backbone.layers import Linear
@@ -56,7 +58,7 @@ class DecoderConfig(ModelConfig):
         text = modality.get("text")
         if not isinstance(text, TextModalityConfig):
             raise ValueError(f"a decoder needs a modality named text, got {sorted(modality)}")
-        return Decoder(tower(backbone, "model.decoder", self.decoder), self, text.build().size)
+        return Decoder(tower(backbone, "model.decoder", self.decoder), self, text.size())
 
     def cost(self, backbone: BackboneConfig, size: int, B: int, T: int) -> Cost:
         """Parameters and operations (see `mmlab.backbone.flops`) of B rows of T tokens out of `size` ids."""
@@ -101,6 +103,8 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         segments_BT: Tensor | None = None,
         targets_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        counts: Sequence[int] | None = None,
     ) -> DecoderOutput:
         """Logits, or the negative log-likelihood of `targets_BT`.
 
@@ -109,19 +113,51 @@ class Decoder(nn.Module):
             positions_BT: positions; None counts from 0 in every document.
             segments_BT: 0 for padding, 1, 2, ... for the documents of a row; None means one document a row.
             targets_BT: ids to predict, `IGNORE` where nothing is; the loss is 0 there.
+            cache: what was seen before, see `Transformer.forward`; logits are then those of each row's last
+                real token, (B, 1, V).
+            counts: with a cache, how many tokens of each row are real, from the left; None for all.
         """
+        if cache is not None:
+            return self._continue(tokens_BT, cache, counts)
         if positions_BT is None and segments_BT is not None:
             positions_BT = document_positions(segments_BT)
         x_BTD = self.stem(tokens_BT, positions_BT)
         mask = self.backbone.mask(segments_BT)
         hidden_BTD, auxiliary = self.backbone(x_BTD, mask=mask, positions_BT=positions_BT)
         if targets_BT is None:
-            return DecoderOutput(self._logits(hidden_BTD), None, auxiliary)
+            return DecoderOutput(self.logits(hidden_BTD), None, auxiliary)
         return DecoderOutput(None, self._nll(hidden_BTD, targets_BT), auxiliary)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        weight = self.stem.embedding.weight if self.head is None else self.head.weight
-        logits = F.linear(hidden, weight).float()
+    def _continue(self, tokens_BT: Tensor, cache: Cache, counts: Sequence[int] | None) -> DecoderOutput:
+        """The next tokens of every row."""
+        positions_BT = cache.positions(tokens_BT.shape[1], tokens_BT.device)
+        limit = self.config.max_positions
+        if limit is not None:
+            most = (
+                max(cache.lengths) + tokens_BT.shape[1]
+                if counts is None
+                else max(map(sum, zip(cache.lengths, counts, strict=True)))
+            )
+            if most > limit:
+                raise ValueError(f"{most} tokens in a row, but only {limit} learned positions")
+            positions_BT = positions_BT.clamp(max=limit - 1)  # of the padding at the end of a row
+        x_BTD = self.stem(tokens_BT, positions_BT)
+        hidden_BTD, auxiliary = self.backbone(x_BTD, positions_BT=positions_BT, cache=cache, counts=counts)
+        if counts is None:
+            hidden_BTD = hidden_BTD[:, -1:]
+        else:
+            last_B = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden_BTD.device)
+            hidden_BTD = hidden_BTD[torch.arange(len(last_B), device=last_B.device), last_B][:, None]
+        return DecoderOutput(self.logits(hidden_BTD), None, auxiliary)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of every id from hidden states, float32, before any loss."""
+        scale = self.backbone.config.logit_scale
+        hidden = hidden if scale == 1 else hidden * scale
+        if self.head is None:
+            logits = F.linear(hidden, self.stem.embedding.weight).float()
+        else:
+            logits = self.head(hidden).float()
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -141,4 +177,4 @@ class Decoder(nn.Module):
         return nll_N.view_as(targets_BT).clone()
 
     def _nll_of(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(hidden_ND), targets_N, reduction="none", ignore_index=IGNORE)
+        return F.cross_entropy(self.logits(hidden_ND), targets_N, reduction="none", ignore_index=IGNORE)

@@ -87,8 +87,9 @@ def test_implementations_agree_and_ignore_the_padding(
     weight = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
     if kind == "written out":
         # The choice is by type; here the other implementation is made to run in float32.
-        def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-            return attention._written_out(q, k, v, mask.additive(q.shape[1], k.shape[1], q.dtype, q.device))
+        def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+            additive = mask.additive(q.shape[1], k.shape[1], q.dtype, q.device)
+            return attention._written_out(q, k, v, additive, scale)
 
         monkeypatch.setattr(attention, "_one_document", written_out)
     mask = build_mask(segments_BT, causal=causal, window=window, spans=kind != "dense")

@@ -94,9 +94,9 @@ def _is_tied(network: Decoder) -> bool:
     """The head follows a change of the embedding, and there is one parameter."""
     hidden = torch.ones(1, GPT.width)
     with torch.no_grad():
-        before = network._logits(hidden)
+        before = network.logits(hidden)
         network.stem.embedding.weight[3] += 1
-        after = network._logits(hidden)
+        after = network.logits(hidden)
     shapes = [tuple(p.shape) for p in network.parameters()]
     return bool(after[0, 3] > before[0, 3]) and shapes.count((SIZE, GPT.width)) == 1
 
