@@ -1,15 +1,15 @@
 """Documents as tokens: every token a target once, and a cache that is whole or absent."""
 
 import multiprocessing
-import os
 import pickle
-import signal
 import time
 
 import numpy as np
 import pytest
 
+from mmlab.data.sources import tokens
 from mmlab.data.sources.base import BadSampleError, Source
+from mmlab.data.sources.text_files import TextFilesConfig
 from mmlab.data.sources.tokens import TokenFile, TokenWindows, build_token_file
 from mmlab.modalities.base import EncodingError
 from tests.data.fakes import encode
@@ -143,7 +143,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 
     with pytest.raises(RuntimeError, match="disk full"):
         build(tmp_path, ["a"], failing)
-    assert list((tmp_path / "tokens").iterdir()) == []
+    assert not (tmp_path / "tokens").exists()
 
 
 def _build_slowly(cache, queue):
@@ -165,15 +165,65 @@ def test_processes_that_build_at_once_get_the_same_file(tmp_path):
     assert len(list((tmp_path / "tokens").iterdir())) == 1
 
 
-def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path):
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=build, args=(tmp_path, ["abc"] * 500, encode, 0.01))
-    process.start()
-    while not list(tmp_path.glob("tokens/*/tokens.bin")):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert build(tmp_path, ["abc"] * 500).documents == 500
+def contents(file):
+    return {path.name: path.read_bytes() for path in sorted(file.folder.iterdir())}
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    calls = []
+
+    def until(limit):
+        def encode_some(text):
+            calls.append(text)
+            if len(calls) > limit:
+                raise RuntimeError("stopped")
+            return encode(text)
+
+        return encode_some
+
+    texts = [f"{index}" for index in range(400)]  # shards of 4
+    with pytest.raises(RuntimeError, match="stopped"):
+        build(tmp_path, texts, until(102))
+    assert len(list(tmp_path.glob("tokens/.parts-*/*.npz"))) == 25
+    calls.clear()
+    file = build(tmp_path, texts, until(1000))
+    assert calls == texts[100:]
+    assert contents(file) == contents(build(tmp_path / "fresh", texts))
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == [file.folder.name]
+
+
+def test_shards_are_bounded_in_number_and_size(tmp_path):
+    def job(count):
+        return tokens._Job(range(count), encode, END, 257, tmp_path)
+
+    sizes = {count: (job(count).num_shards, job(count).shard_size) for count in (0, 1, 128, 129, 10**8)}
+    assert sizes == {0: (0, 1), 1: (1, 1), 128: (128, 1), 129: (65, 2), 10**8: (12208, 8192)}
+    assert build(tmp_path, []).documents == 0
+
+
+def test_progress_comes_in_lines_where_there_is_no_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokens, "_SECONDS_A_LINE", 0.0)
+    build(tmp_path, ["a"] * 256)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "tokenizing: 2 of 256 documents"
+    assert lines[-1] == "tokenizing: 256 of 256 documents"
+    assert len(lines) == 128
+    monkeypatch.setattr(tokens, "_SECONDS_A_LINE", 60.0)
+    build(tmp_path, ["b"] * 256)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_caller_whose_shards_another_put_away_uses_the_result(tmp_path, monkeypatch):
+    merge = tokens._merge
+
+    def late(job, folder, fingerprint):
+        monkeypatch.setattr(tokens, "_merge", merge)
+        build(tmp_path)  # the other caller
+        merge(job, folder, fingerprint)
+
+    monkeypatch.setattr(tokens, "_merge", late)
+    assert build(tmp_path).documents == len(DOCUMENTS)
+    assert len(list((tmp_path / "tokens").iterdir())) == 1
 
 
 def test_a_cut_file_is_noticed(tmp_path):
@@ -182,3 +232,20 @@ def test_a_cut_file_is_noticed(tmp_path):
     (folder / "tokens.bin").write_bytes(content[:-4])
     with pytest.raises(ValueError, match=r"tokens\.bin holds \d+ tokens where \d+ were written"):
         TokenFile(folder)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_windows_at_once_are_the_windows(tmp_path, stream):
+    (tmp_path / "t").mkdir()
+    for name, size in (("a", 25), ("b", 3), ("c", 40)):
+        (tmp_path / "t" / f"{name}.txt").write_bytes(bytes(97 + place % 26 for place in range(size)))
+    documents = TextFilesConfig((f"{tmp_path}/t/*.txt",)).build()
+    file = build_token_file(documents, encode, end=256, vocabulary_size=257, key="b", cache=tmp_path)
+    windows = TokenWindows(file, 8, stream=stream)
+    full = np.flatnonzero(np.asarray(windows.lengths) == 8)
+    assert 0 < len(full) < len(windows)
+    found = windows.batch(full[::-1])["tokens"]
+    assert found.tolist() == [windows[index]["tokens"].tolist() for index in full[::-1].tolist()]
+    assert windows.batch(np.array([full[0], len(windows) - 1])) is None
+    assert windows.batch(np.array([len(windows)])) is None
+    assert windows.batch(np.array([-1])) is None

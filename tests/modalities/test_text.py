@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmlab.config import compose, typed
 from mmlab.modalities.base import EncodingError
+from mmlab.modalities.text.chat import ChatTemplate, Turn
 from mmlab.modalities.text.stem import TextStem
 from mmlab.modalities.text.vocabulary import (
     BytesConfig,
@@ -48,7 +52,7 @@ def test_characters_take_text_of_theirs(text: str) -> None:
 def test_name_of_a_special_token_in_text_is_ordinary_text(vocabulary: Vocabulary) -> None:
     for name in vocabulary.specials:
         ids = vocabulary.encode(f"<{name}>")
-        assert (ids < vocabulary.ordinary).all()
+        assert not set(ids.tolist()) & set(vocabulary.specials.values())
         assert vocabulary.decode(ids) == vocabulary.decode(ids, skip_special=True) == f"<{name}>"
 
 
@@ -62,7 +66,8 @@ def test_ids_outside_the_vocabulary_are_named(vocabulary: Vocabulary) -> None:
 @pytest.mark.parametrize("vocabulary", [BYTES, CHARACTERS], ids=["bytes", "characters"])
 def test_special_ids(vocabulary: Vocabulary) -> None:
     end = vocabulary.end
-    assert vocabulary.ordinary <= end < vocabulary.size == len(vocabulary.byte_lengths)
+    assert vocabulary.specials == {"<|end|>": vocabulary.size - 1}
+    assert end == vocabulary.size - 1 == len(vocabulary.byte_lengths) - 1
     assert vocabulary.byte_lengths[end] == 0
     ids = [*vocabulary.encode("e").tolist(), end, *vocabulary.encode("n").tolist(), end]
     assert vocabulary.decode(ids) == "e<|end|>n<|end|>"
@@ -73,6 +78,85 @@ def test_special_ids(vocabulary: Vocabulary) -> None:
 def test_cut_off_character_decodes_to_the_replacement() -> None:
     assert BYTES.decode(list("é".encode()[:1])) == "\ufffd"
     assert BYTES.decode([*"é".encode(), BYTES.end, 0xFF]) == "é<|end|>\ufffd"
+
+
+class Scattered(Vocabulary):
+    """Special ids first and in the middle, a gap, and a padded output layer."""
+
+    def __init__(self) -> None:
+        super().__init__([0, 2, 0, 1, 0], {"<s>": 0, "<stop>": 4}, end=4, size=8)
+
+    def encode(self, text: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def _bytes(self, ids: np.ndarray) -> bytes:
+        return b"".join({1: "é".encode(), 3: b"!"}[index] for index in ids.tolist())
+
+    def _content(self) -> str:
+        return ""
+
+
+def test_special_ids_and_gaps_lie_anywhere() -> None:
+    vocabulary = Scattered()
+    assert (vocabulary.size, vocabulary.end) == (8, 4)
+    assert vocabulary.byte_lengths.tolist() == [0, 2, 0, 1, 0, 0, 0, 0]
+    assert vocabulary.gaps.tolist() == [2, 5, 6, 7]
+    assert vocabulary.decode([0, 1, 3, 4, 3]) == "<s>é!<stop>!"
+    assert vocabulary.decode([0, 1, 3, 4, 3], skip_special=True) == "é!!"
+    for bad in (2, 5, 7):
+        with pytest.raises(ValueError, match=f"id {bad} at position 1 is a gap in the vocabulary of 8 ids"):
+            vocabulary.decode([3, bad])
+    stream = vocabulary.stream()
+    assert stream.push(1) == "é"
+    for bad in (2, 8, -100):
+        with pytest.raises(ValueError, match=f"id {bad} at position 1"):
+            stream.push(bad)
+
+
+def test_impossible_specials_are_refused() -> None:
+    class Broken(Scattered):
+        def __init__(self, specials: dict[str, int], end: int) -> None:
+            Vocabulary.__init__(self, [1, 1], specials, end)
+
+    with pytest.raises(ValueError, match="id 1 is both text and the special token '<s>'"):
+        Broken({"<s>": 1}, 1)
+    with pytest.raises(ValueError, match="id 0 ends documents, but is not special"):
+        Broken({"<s>": 2}, 0)
+
+
+@given(st.lists(st.one_of(st.integers(0, 256), st.sampled_from([0xC3, 0xA9, 0xF0, 0x9F, 0x99, 0x82]))))
+def test_stream_gives_the_text_of_decode_in_whole_characters(ids: list[int]) -> None:
+    for skip in (False, True):
+        stream = BYTES.stream(skip_special=skip)
+        pieces = [stream.push(index) for index in ids]
+        pieces.append(stream.finish())
+        assert "".join(pieces) == BYTES.decode(ids, skip_special=skip)
+
+
+def test_stream_holds_a_character_back_until_it_is_whole() -> None:
+    stream = BYTES.stream()
+    pieces = [stream.push(index) for index in [*"a🙂".encode(), 0xC3, BYTES.end, 0xC3]]
+    assert pieces == ["a", "", "", "", "🙂", "", "\ufffd<|end|>", ""]
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_chat_template_adds_its_specials() -> None:
+    chat = ChatTemplate({"assistant": Turn("", "<stop>")}, specials=("<stop>", "<|end|>"))
+    for config in (BytesConfig(chat=chat), CharactersConfig("abc", chat=chat)):
+        plain = BytesConfig() if isinstance(config, BytesConfig) else CharactersConfig("abc")
+        vocabulary, base = config.build(), plain.build()
+        assert vocabulary.specials == {"<|end|>": base.end, "<stop>": base.size}
+        assert vocabulary.fingerprint() != base.fingerprint()
+
+
+def test_shakespeare_takes_the_whole_text(shared_data: Path) -> None:
+    text = (shared_data / "text" / "tinyshakespeare.txt").read_text()
+    config = typed(compose(["modality/text=shakespeare"])["modality"]["text"], CharactersConfig)
+    assert config == CharactersConfig.from_text(text)
+    assert len(config.characters) == 65
+    vocabulary = config.build()
+    assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
 def test_unknown_character_is_named_with_its_position() -> None:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmlab.data.files import combined_sha256, fresh_folder
+from mmlab.data.files import combined_sha256, fresh_file, fresh_folder
 from mmlab.data.sources.base import BadSample, BadSampleError, Source
 from mmlab.modalities.base import EncodingError
 
 _FORMAT = 1
+_SHARDS = 128
+_LARGEST_SHARD = 8192  # documents
+_SECONDS_A_LINE = 10.0
 
 
 class TokenFile:
@@ -64,84 +75,193 @@ def build_token_file(
     key: str,
     cache: Path,
     on_bad: Callable[[BadSample], None] | None = None,
+    num_processes: int = 1,
 ) -> TokenFile:
     """Encodes every document of `documents` once, into `cache`; later calls find the file there.
 
-    Processes that build the same file at once do no harm: one result stays. Documents that cannot be read or
-    encoded are left out and listed in the file's `bad`, so that whoever uses it can apply a limit.
+    The work is done in shards of documents. Those that an interrupted call finished are used by the next one,
+    and the file does not depend on the number of processes. Callers that build the same file at once do no
+    harm: one result stays. Documents that cannot be read or encoded are left out and listed in the file's
+    `bad`, so that whoever uses it can apply a limit.
 
     Args:
         documents: source of {"text": str}.
-        encode: text to ids below `vocabulary_size`, never `end`.
+        encode: text to ids below `vocabulary_size`, never `end`; it can be pickled if there are processes.
         end: id that stands before, between and after the documents.
         vocabulary_size: number of ids; decides the width of the stored integers.
         key: fingerprint of `encode`.
         cache: folder for caches.
-        on_bad: called with each document that is left out; may raise to stop.
+        on_bad: called with each document that is left out, shard by shard; may raise to stop.
+        num_processes: how many encode at the same time; 1 means this one.
     """
+    if num_processes < 1:
+        raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     fingerprint = combined_sha256(
         "tokens", str(_FORMAT), documents.fingerprint(), key, str(end), str(vocabulary_size)
     )
     folder = Path(cache) / "tokens" / fingerprint[:32]
     if not folder.is_dir():
-        with fresh_folder(folder) as temporary:
-            _write(temporary, documents, encode, end, vocabulary_size, fingerprint, on_bad)
+        parts = folder.with_name(f".parts-{folder.name}")
+        job = _Job(documents, encode, end, vocabulary_size, parts)
+        try:
+            for number in _progress(job, _finished_shards(job, num_processes)):
+                if on_bad is not None:
+                    for bad in _read_shard(job.path(number))[2]:
+                        on_bad(bad)
+            with fresh_folder(folder) as temporary:
+                _merge(job, temporary, fingerprint)
+        except FileNotFoundError:
+            if not folder.is_dir():  # else another caller has finished, and has put the shards away
+                raise
+        shutil.rmtree(parts, ignore_errors=True)
     return TokenFile(folder)
 
 
-def _write(
-    folder: Path,
-    documents: Source,
-    encode: Callable[[str], NDArray[Any]],
-    end: int,
-    vocabulary_size: int,
-    fingerprint: str,
-    on_bad: Callable[[BadSample], None] | None,
-) -> None:
-    dtype = next(
-        kind for kind in ("uint8", "uint16", "uint32") if vocabulary_size <= 1 << 8 * np.dtype(kind).itemsize
-    )
-    offsets, bad = [0], []
-    with (folder / "tokens.bin").open("wb") as file:
-        file.write(np.array([end], dtype).tobytes())
-        for index in _progress(len(documents)):
+@dataclass(frozen=True)
+class _Job:
+    """What one token file is made from, and where its shards lie."""
+
+    documents: Source
+    encode: Callable[[str], NDArray[Any]]
+    end: int
+    vocabulary_size: int
+    parts: Path
+
+    @property
+    def shard_size(self) -> int:
+        """Documents in a shard; follows from their number alone, as restarts must cut them alike."""
+        return min(max(-(-len(self.documents) // _SHARDS), 1), _LARGEST_SHARD)
+
+    @property
+    def num_shards(self) -> int:
+        return -(-len(self.documents) // self.shard_size)
+
+    @property
+    def dtype(self) -> str:
+        kinds = ("uint8", "uint16", "uint32")
+        return next(kind for kind in kinds if self.vocabulary_size <= 1 << 8 * np.dtype(kind).itemsize)
+
+    def path(self, number: int) -> Path:
+        return self.parts / f"{number:08d}.npz"
+
+    def write(self, number: int) -> int:
+        """Encodes the documents of shard `number` into its file, whole or not at all."""
+        lengths: list[int] = []
+        bad: list[BadSample] = []
+        encoded = [np.zeros(0, self.dtype)]
+        first = number * self.shard_size
+        for index in range(first, min(first + self.shard_size, len(self.documents))):
             try:
-                ids = np.asarray(encode(documents[index]["text"]))
+                ids = np.asarray(self.encode(self.documents[index]["text"]))
             except (BadSampleError, EncodingError) as error:
                 named = isinstance(error, BadSampleError)
-                bad.append(BadSample(index, str(error) if named else f"{documents.name(index)}: {error}"))
-                if on_bad is not None:
-                    on_bad(bad[-1])
+                reason = str(error) if named else f"{self.documents.name(index)}: {error}"
+                bad.append(BadSample(index, reason))
                 continue
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary_size:
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary_size:
                 raise ValueError(
                     f"document {index} was encoded to ids {ids.min()}..{ids.max()}, outside the vocabulary's "
-                    f"0..{vocabulary_size - 1}"
+                    f"0..{self.vocabulary_size - 1}"
                 )
-            file.write(ids.astype(dtype).tobytes())
-            file.write(np.array([end], dtype).tobytes())
-            offsets.append(offsets[-1] + len(ids) + 1)
-    np.save(folder / "offsets.npy", np.array(offsets, np.int64))
+            encoded += [ids.astype(self.dtype), np.array([self.end], self.dtype)]
+            lengths.append(len(ids) + 1)
+        with fresh_file(self.path(number)) as temporary:
+            stored = np.frombuffer(json.dumps(bad).encode(), np.uint8)
+            np.savez(
+                temporary, tokens=np.concatenate(encoded), lengths=np.array(lengths, np.int64), bad=stored
+            )
+        return number
+
+
+def _read_shard(path: Path) -> tuple[NDArray[Any], NDArray[np.int64], list[BadSample]]:
+    """Tokens, lengths of the documents with their end, and what was left out."""
+    with np.load(path) as file:
+        bad = [BadSample(*entry) for entry in json.loads(file["bad"].tobytes())]
+        return file["tokens"], file["lengths"], bad
+
+
+def _merge(job: _Job, folder: Path, fingerprint: str) -> None:
+    lengths, bad = [np.zeros(1, np.int64)], []
+    with (folder / "tokens.bin").open("wb") as file:
+        file.write(np.array([job.end], job.dtype).tobytes())
+        for number in range(job.num_shards):
+            tokens, of_documents, left_out = _read_shard(job.path(number))
+            file.write(tokens.tobytes())
+            lengths.append(of_documents)
+            bad += left_out
+    offsets = np.cumsum(np.concatenate(lengths))
+    np.save(folder / "offsets.npy", offsets)
     meta = {
         "format": _FORMAT,
-        "dtype": dtype,
-        "tokens": offsets[-1] + 1,
-        "end": end,
-        "vocabulary_size": vocabulary_size,
+        "dtype": job.dtype,
+        "tokens": int(offsets[-1]) + 1,
+        "end": job.end,
+        "vocabulary_size": job.vocabulary_size,
         "fingerprint": fingerprint,
         "bad": bad,
     }
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def _progress(count: int) -> Iterator[int]:
-    if not sys.stderr.isatty():
-        yield from range(count)
+def _finished_shards(job: _Job, num_processes: int) -> Iterator[int]:
+    """Numbers of the shards in their order, each once it is written; those that are there come at once."""
+    missing = [number for number in range(job.num_shards) if not job.path(number).is_file()]
+    if num_processes == 1 or len(missing) < 2:
+        for number in range(job.num_shards):
+            yield number if job.path(number).is_file() else job.write(number)
         return
-    from rich.console import Console
-    from rich.progress import track
+    # Spawned, not forked: threads of the caller would not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    workers = min(num_processes, len(missing))
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
+    try:
+        waiting = {number: executor.submit(_write_shard, number) for number in missing}
+        for number in range(job.num_shards):
+            if number in waiting:
+                waiting.pop(number).result()
+            yield number
+    finally:
+        executor.shutdown(cancel_futures=True)
 
-    yield from track(range(count), "tokenizing", console=Console(stderr=True), transient=True)
+
+_here: dict[str, _Job] = {}
+
+
+def _start_worker(job: _Job) -> None:
+    _here["job"] = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers itself
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _write_shard(number: int) -> int:
+    return _here["job"].write(number)
+
+
+def _progress(job: _Job, numbers: Iterator[int]) -> Iterator[int]:
+    """Passes `numbers` on and shows them: a bar on a terminal, else a line every few seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        yield from track(
+            numbers, "tokenizing", total=job.num_shards, console=Console(stderr=True), transient=True
+        )
+        return
+    said = time.monotonic()
+    for number in numbers:
+        yield number
+        if time.monotonic() - said >= _SECONDS_A_LINE:
+            said = time.monotonic()
+            done = min((number + 1) * job.shard_size, len(job.documents))
+            sys.stderr.write(f"tokenizing: {done} of {len(job.documents)} documents\n")
+            sys.stderr.flush()
 
 
 class TokenWindows(Source):
@@ -185,6 +305,19 @@ class TokenWindows(Source):
         tokens = self.file.tokens[low : high + 1].astype(np.int64)
         document = int(np.searchsorted(self.file.offsets, low, side="right")) - 1 if self.stream else span
         return {"tokens": tokens, "document": document, "start": start}
+
+    def batch(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]] | None:
+        """{"tokens": (len(ids), max_length + 1)}, as they are stored, if all of these windows are full."""
+        if not ids.size or int(ids.min()) < 0 or int(ids.max()) >= len(self):
+            return None
+        spans = np.searchsorted(self._first, ids, side="right") - 1
+        lows = self._starts[spans] + (ids - self._first[spans]) * self.max_length
+        if (lows + self.max_length > self._starts[spans + 1]).any():
+            return None
+        rows = np.empty((len(ids), self.max_length + 1), self.file.tokens.dtype)
+        for row, low in zip(rows, lows.tolist(), strict=True):
+            row[:] = self.file.tokens[low : low + self.max_length + 1]
+        return {"tokens": rows}
 
     def fingerprint(self) -> str:
         """Changes with the tokens and with how they are cut."""
