@@ -19,7 +19,11 @@ Example = dict[str, np.ndarray]
 
 
 class Examples(Protocol):
-    """How raw samples become arrays; implemented by the task, picklable, called in loader workers."""
+    """How raw samples become arrays; implemented by the task, picklable, called in loader workers.
+
+    Examples that draw nothing at random may also have `stacked(raw)`: what calling them for each sample and
+    stacking gives, from samples that a source read at once (`Source.batch`); or None if they cannot.
+    """
 
     @property
     def padding(self) -> Mapping[str, int | float]:

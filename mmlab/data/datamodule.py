@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from mmlab.data.collate import Examples
 from mmlab.data.config import DataConfig, accumulation
 from mmlab.data.files import combined_sha256
 from mmlab.data.loader import AllReduce, BadSamples, Execution, TrainLoader, ValidationLoader
+from mmlab.data.mixing import MixtureOrder
 from mmlab.data.order import Order
 from mmlab.data.packing import Planner
 from mmlab.data.sources.base import Source, SourceConfig
+from mmlab.data.sources.mixture import Mixture
 
 __all__ = ["DataModule", "accumulation"]
+
+log = logging.getLogger("mmlab")
 
 
 class DataModule(LightningDataModule):
@@ -73,7 +78,7 @@ class DataModule(LightningDataModule):
         """Training micro-batches of one rank; by default of a single process."""
         config, source = self.config, self.train
         planner = Planner(
-            Order(len(source), self.seed, config.shuffle, config.shuffle_block),
+            self._order(source),
             config.batching,
             config.batch_size,
             config.max_length,
@@ -120,11 +125,27 @@ class DataModule(LightningDataModule):
     def _prepared(self, name: str) -> Source:
         if name not in self._ready:
             raw = self._source(name)
-            source = self.examples.prepare(raw, self.cache)
-            bad = list(source.bad)
-            BadSamples(name, self.config.bad_samples).add(bad, len(bad), len(raw))
-            self._ready[name] = source
+            if isinstance(raw, Mixture):
+                self._ready[name] = raw.prepared(lambda part, source: self._prepare(f"{name}.{part}", source))
+            else:
+                self._ready[name] = self._prepare(name, raw)
         return self._ready[name]
+
+    def _prepare(self, where: str, raw: Source) -> Source:
+        """`raw` as it is read; the limit of bad samples holds for each source of a mixture by itself."""
+        source = self.examples.prepare(raw, self.cache)
+        bad = list(source.bad)
+        BadSamples(where, self.config.bad_samples).add(bad, len(bad), len(raw))
+        return source
+
+    def _order(self, source: Source) -> Order | MixtureOrder:
+        config = self.config
+        if not isinstance(source, Mixture):
+            return Order(len(source), self.seed, config.shuffle, config.shuffle_block)
+        shares = source.shares()
+        for name, part, share in zip(source.components, source.components.values(), shares, strict=True):
+            log.info("mixture: %s gives %.4g %% of the samples drawn, of %d", name, 100 * share, len(part))
+        return MixtureOrder(source.sizes, shares, self.seed, config.shuffle, config.shuffle_block)
 
     def _execution(
         self, ranks: int, rank: int, all_reduce: AllReduce, pin_memory: bool, micro_batches: int = 1

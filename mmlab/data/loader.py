@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mmlab.data.collate import Batch, Examples
 from mmlab.data.micro_batches import MicroBatches, MicroPlan, read
@@ -159,9 +160,10 @@ class TrainLoader:
         for name, value in self._identity().items():
             if state.get(name) != value:
                 if name == "order":
+                    *names, last = self._settings()
                     raise ValueError(
                         "the data cannot be resumed: the state was saved with another order of the samples; "
-                        "one of seed, shuffle, shuffle_block, batching and max_length has changed"
+                        f"one of {', '.join(names)} and {last} has changed"
                     )
                 raise ValueError(
                     f"the data cannot be resumed: {name} was {state.get(name)} when the state was saved "
@@ -172,14 +174,17 @@ class TrainLoader:
         self._bad.count = state["bad"]
 
     def _identity(self) -> dict[str, int]:
-        planner, order = self.planner, self.planner.order
-        settings = (order.seed, order.shuffle, order.block, planner.batching, planner.max_length)
+        planner = self.planner
         return {
-            "samples": order.size,
+            "samples": planner.order.size,
             "batch_size": planner.batch_size,
             "samples_in_window": planner.span,
-            "order": zlib.crc32(repr(settings).encode()),
+            "order": zlib.crc32(repr(tuple(self._settings().values())).encode()),
         }
+
+    def _settings(self) -> dict[str, Any]:
+        planner = self.planner
+        return {**planner.order.settings, "batching": planner.batching, "max_length": planner.max_length}
 
     def _plans(self, cursors: list[tuple[int, int, int]]) -> Iterator[MicroPlan]:
         """Plans of this rank from the cursor on; appends to `cursors` where each step ends."""

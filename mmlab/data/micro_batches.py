@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mmlab.data.collate import Batch, Example, Examples, collate
@@ -35,7 +38,7 @@ class MicroBatches(Dataset[Batch]):
     Args:
         source: what is read.
         examples: how it becomes arrays.
-        seed: seed of the run; random transforms depend on it, the epoch and the sample alone.
+        seed: seed of the run; random transforms depend on it, the epoch and the draw alone.
         width: length of the padded rows; None pads to the longest.
     """
 
@@ -45,15 +48,34 @@ class MicroBatches(Dataset[Batch]):
     width: int | None = None
 
     def __getitem__(self, plan: MicroPlan) -> Batch:
+        return self._at_once(plan) or self._one_by_one(plan)
+
+    def _at_once(self, plan: MicroPlan) -> Batch | None:
+        """The batch from one read, where rows are single samples of one length; None where they are not."""
+        stacked = getattr(self.examples, "stacked", None)
+        if stacked is None or not plan.rows or max(map(len, plan.rows)) > 1:
+            return None
+        ids = np.array([row[0] for row in plan.rows], np.int64) % len(self.source)
+        raw = self.source.batch(ids)
+        arrays: Mapping[str, np.ndarray] | None = None if raw is None else stacked(raw)
+        if arrays is None:
+            return None
+        lengths = {arrays[name].shape[1] for name in self.examples.padding if name in arrays}
+        if self.width is not None and lengths != {self.width}:
+            return None
+        return self._batch(plan, {name: torch.from_numpy(value) for name, value in arrays.items()}, ids)
+
+    def _one_by_one(self, plan: MicroPlan) -> Batch:
         ids: list[int] = []
         bad: list[BadSample] = []
         rows: list[list[Example]] = []
-        generator = SampleGenerators(self.seed, plan.epoch)
+        generator, size = SampleGenerators(self.seed, plan.epoch), len(self.source)
         for planned in plan.rows:
             row = []
-            for sample in planned:
+            for draw in planned:
+                sample = draw % size  # a mixture draws a sample again as id + size, and with other numbers
                 try:
-                    row.append(self.examples(self.source[sample], generator(sample)))
+                    row.append(self.examples(self.source[sample], generator(draw)))
                 except BadSampleError as error:
                     bad.append(BadSample(sample, str(error)))
                 except EncodingError as error:
@@ -67,11 +89,15 @@ class MicroBatches(Dataset[Batch]):
             if rows
             else collate([[self.examples.empty()]], None, self.examples.padding)
         )
+        batch = self._batch(plan, tensors, np.array(ids, np.int64))
+        batch.bad += bad
+        return batch
+
+    def _batch(self, plan: MicroPlan, tensors: dict[str, Tensor], ids: NDArray[np.int64]) -> Batch:
         return Batch(
             tensors,
-            ids=torch.tensor(ids, dtype=torch.int64),
+            ids=torch.from_numpy(ids),
             counts=self.examples.counts(tensors),
-            bad=bad,
             epoch=plan.epoch,
             step=plan.step,
             micro=plan.micro,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,11 @@ class Order:
         if self.block is not None and self.block < 1:
             raise ValueError(f"block must be at least 1, got {self.block}")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the order, by the names of the configuration; a resumed run must have the same."""
+        return {"seed": self.seed, "shuffle": self.shuffle, "shuffle_block": self.block}
+
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Sample ids at positions start..stop-1 of `epoch`; positions past the end are left out."""
         positions = np.arange(max(start, 0), min(max(stop, start, 0), self.size), dtype=np.int64)
@@ -50,6 +56,23 @@ class Order:
             key = _word(mixed(self.seed, epoch))
             return _permute(positions.astype(np.uint64), self.size, key).astype(np.int64)
         return self._blockwise(epoch, positions, self.block)
+
+    def across(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Epochs and sample ids at places begin..end-1 of all epochs laid end to end."""
+        places = np.arange(begin, end, dtype=np.int64)
+        if not places.size:
+            return places, places
+        epochs, positions = np.divmod(places, self.size)
+        if not self.shuffle:
+            return epochs, positions
+        numbers = range(int(epochs[0]), int(epochs[-1]) + 1)
+        if self.block is None:
+            keys = np.array([mixed(self.seed, epoch) for epoch in numbers], np.uint64)
+            keys = keys if len(keys) == 1 else keys[epochs - epochs[0]]
+            return epochs, _permute(positions.astype(np.uint64), self.size, keys).astype(np.int64)
+        starts = [epoch * self.size for epoch in numbers]
+        parts = [self.indices(epoch, begin - at, end - at) for epoch, at in zip(numbers, starts, strict=True)]
+        return epochs, np.concatenate(parts)
 
     def _blockwise(self, epoch: int, positions: NDArray[np.int64], block: int) -> NDArray[np.int64]:
         whole, rest = divmod(self.size, block)
@@ -103,6 +126,11 @@ def mixed(*values: int) -> int:
         word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
         word ^= word >> 31
     return word
+
+
+def random_words(count: int, *keys: int) -> NDArray[np.uint64]:
+    """`count` 64-bit words, as if drawn at random, that depend on `keys` alone."""
+    return _mix(np.arange(count, dtype=np.uint64) + _word(mixed(*keys)))
 
 
 def _word(value: int) -> _U64:

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mmlab.data.mixing import MixtureOrder
 from mmlab.data.order import Order, mixed
 from mmlab.data.sources.base import Lengths
 
 Row = list[int]
-"""Ids of the samples that share a row of the batch."""
+"""Draws that share a row of the batch: ids of samples, in a mixture also of later passes (see `mixing`)."""
 
 Step = list[Row]
 """Rows of one optimizer step, over all ranks."""
@@ -34,7 +35,7 @@ class Planner:
     shuffled: training is not sorted by length.
     """
 
-    order: Order
+    order: Order | MixtureOrder
     batching: Literal["padded", "packed", "bucketed"]
     batch_size: int
     max_length: int
@@ -70,7 +71,7 @@ class Planner:
             rows = [[sample] for sample in ids.tolist()]
             return [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
         assert self.lengths is not None
-        lengths = np.maximum(np.asarray(self.lengths[ids]), 1)
+        lengths = np.maximum(np.asarray(self.lengths[ids % self.order.size]), 1)
         self._check(ids, lengths)
         seed = mixed(self.order.seed, epoch, window, 4)
         if self.batching == "bucketed":
@@ -84,7 +85,8 @@ class Planner:
         worst = int(lengths.argmax())
         if lengths[worst] > self.max_length:
             raise ValueError(
-                f"sample {ids[worst]} has length {lengths[worst]}, more than max_length {self.max_length}"
+                f"sample {ids[worst] % self.order.size} has length {lengths[worst]}, "
+                f"more than max_length {self.max_length}"
             )
 
 

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from mmlab.backbone.parallel import apply_plan
 from mmlab.data.collate import Batch
-from mmlab.optim.base import set_learning_rate
+from mmlab.interop.checkpoint import load_weights
+from mmlab.models.lora import add_lora, set_trained
+from mmlab.optim.base import learning_rate_factors, set_learning_rate
 from mmlab.tasks.config import TaskParts
 from mmlab.typed import to_plain, typed
 
@@ -27,11 +30,16 @@ class NonFiniteGradientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Switches:
-    """How the network is executed; none of them changes what it computes."""
+    """How the network is executed; none of them changes what it computes.
+
+    `load_weights` reads the weights that `adapt.weights` names when the network is built; a run that goes on
+    from a checkpoint has its weights there.
+    """
 
     activation_checkpointing: bool = False
     compile: bool = False
     log_every: int = 10
+    load_weights: bool = False
 
 
 class Task(LightningModule, ABC):
@@ -74,6 +82,10 @@ class Task(LightningModule, ABC):
     def metrics(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a whole validation set from its sums and counts, by tag (`val/loss`, ...)."""
 
+    def flops(self, batch: Batch) -> float | None:
+        """Operations of forward and backward over a micro-batch (`mmlab.backbone.flops`); None if unknown."""
+        return None
+
     # -- network ------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -82,6 +94,12 @@ class Task(LightningModule, ABC):
             return
         torch.manual_seed(_mixed(self.parts.seed, 0))
         self.network = self.parts.model.build(self.parts.backbone, self.parts.modality)
+        adapt = self.parts.adapt
+        if adapt.weights is not None and self.switches.load_weights:
+            load_weights(self.network, Path(adapt.weights), self.parts.backbone)
+        if adapt.lora is not None:
+            add_lora(self.network, adapt.lora)
+        set_trained(self.network, adapt)
         mesh = self.device_mesh["data_parallel"] if self.device_mesh is not None else None
         apply_plan(
             self.network,
@@ -91,8 +109,11 @@ class Task(LightningModule, ABC):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer over all parameters; the learning rate is set before every step."""
-        return self.parts.optimizer.build(self.named_parameters())
+        """One optimizer over all trained parameters; the learning rate is set before every step."""
+        assert self.network is not None
+        rates, optimizer = self.parts.adapt.rates, self.parts.optimizer
+        factors = learning_rate_factors(self.network, rates, optimizer.width_exponent)
+        return optimizer.build(self.network.named_parameters(), factors)
 
     # -- training -----------------------------------------------------------------------------------------
 

@@ -95,3 +95,13 @@ def test_reused_generators_draw_the_same():
         reference = sample_generator(3, 4, sample)
         assert generator.random() == reference.random()
         assert generator.integers(7) == reference.integers(7)
+
+
+@pytest.mark.parametrize(("shuffle", "block"), [(True, None), (True, 4), (False, None)])
+def test_epochs_end_to_end_are_the_epochs(shuffle, block):
+    order = Order(11, 3, shuffle, block)
+    whole = np.concatenate([order.indices(epoch, 0, 11) for epoch in range(6)])
+    for begin, end in ((0, 66), (5, 6), (10, 12), (25, 61), (7, 7)):
+        epochs, ids = order.across(begin, end)
+        assert ids.tolist() == whole[begin:end].tolist()
+        assert epochs.tolist() == [place // 11 for place in range(begin, end)]

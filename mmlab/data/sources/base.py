@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,13 @@ class Source(ABC):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Sample `index` (0-based) as named raw values; BadSampleError if this one cannot be used."""
 
+    def batch(self, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]] | None:
+        """Samples `ids` at once, stacked along a first axis; None where this cannot be had cheaper.
+
+        What it gives is equal to the stacked samples, fields that no example needs aside.
+        """
+        return None
+
     def name(self, index: int) -> str:
         """What sample `index` is called in messages: its file where it has one."""
         return f"sample {index}"
@@ -64,6 +71,9 @@ class Source(ABC):
 @dataclass(frozen=True)
 class SourceConfig(ABC):
     """Names a source of samples and how to read it."""
+
+    has_order: ClassVar[bool] = False
+    """Whether it says in what order and how often its samples are drawn, which no wrapper can keep."""
 
     @abstractmethod
     def build(self, cache: Path | None = None) -> Source:

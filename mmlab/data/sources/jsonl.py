@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mmlab.data.files import combined_sha256, file_sha256, find_files, fresh_file
+from mmlab.data.files import combined_sha256, file_sha256, find_files
+from mmlab.data.lines import Lines
 from mmlab.data.sources.base import BadSampleError, Source, SourceConfig
+
+_HOW = {"how": True}
 
 
 @dataclass(frozen=True)
 class JsonlConfig(SourceConfig):
-    """Documents from one `field` of JSON-lines files. `paths` are files or globs; they are not compressed."""
+    """Documents from one `field` of JSON-lines files.
 
-    paths: tuple[str, ...]
+    `paths` are files or globs; `.gz`, `.bz2` and `.xz` are unpacked into the cache. Where files lie is no
+    part of what a run is; the fingerprint covers what they hold, packed or not.
+    """
+
+    paths: tuple[str, ...] = field(metadata=_HOW)
     field: str = "text"
 
     def build(self, cache: Path | None = None) -> JsonLines:
@@ -31,61 +33,16 @@ class JsonlConfig(SourceConfig):
 class ManifestConfig(SourceConfig):
     """Rows of a JSON-lines file; the values of `path_fields` are paths relative to the manifest's folder.
 
-    The fingerprint covers the manifest and the content of the files that it names.
+    The manifest may be compressed (`.gz`, `.bz2`, `.xz`). The fingerprint covers its content and that of the
+    files that it names.
     """
 
-    path: str
+    path: str = field(metadata=_HOW)
     path_fields: tuple[str, ...] = ("audio", "image")
 
     def build(self, cache: Path | None = None) -> Manifest:
         """The rows."""
         return Manifest(find_files([self.path], "path of manifest")[0], self.path_fields, cache)
-
-
-class Lines:
-    """Random access to the non-blank lines of files, by an index of their places made in one reading."""
-
-    def __init__(self, files: list[Path], cache: Path | None) -> None:
-        for file in files:
-            if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
-                raise ValueError(f"{file} is compressed, which allows no random access: unpack it first")
-        self.files, self.cache = files, cache
-        self.spans = [_line_spans(file, cache) for file in files]
-        self.first = np.concatenate([[0], np.cumsum([len(spans) for spans in self.spans])])
-
-    def __len__(self) -> int:
-        return int(self.first[-1])
-
-    def row(self, index: int) -> dict[str, Any]:
-        """The object on line `index`; BadSampleError if the line holds none."""
-        number, start, stop = self.place(index)
-        with self.files[number].open("rb") as file:
-            file.seek(start)
-            line = file.read(stop - start)
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadSampleError(f"{self.name(index)}: {error}") from error
-        if not isinstance(row, dict):
-            raise BadSampleError(f"{self.name(index)}: an object was expected, not {type(row).__name__}")
-        return row
-
-    def place(self, index: int) -> tuple[int, int, int]:
-        """File number, first byte and last byte + 1 of line `index`."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number = int(np.searchsorted(self.first, index, side="right")) - 1
-        start, stop = self.spans[number][index - int(self.first[number])].tolist()
-        return number, start, stop
-
-    def name(self, index: int) -> str:
-        """File and place of line `index`, for messages."""
-        number, start, _ = self.place(index)
-        return f"{self.files[number]} row {index - int(self.first[number])} (at byte {start})"
-
-    def hashes(self) -> list[str]:
-        """SHA-256 of each file."""
-        return [file_sha256(file, self.cache) for file in self.files]
 
 
 class JsonLines(Source):
@@ -98,16 +55,7 @@ class JsonLines(Source):
         return len(self._lines)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._lines.row(index)
-        text = row.get(self._field)
-        if not isinstance(text, str):
-            found = (
-                f"field {self._field!r} is {type(text).__name__}"
-                if self._field in row
-                else f"fields {list(row)}"
-            )
-            raise BadSampleError(f"{self.name(index)}: no text in {self._field!r}: {found}")
-        return {"text": text}
+        return {"text": self._lines.text(self._lines.row(index), self._field, index)}
 
     def name(self, index: int) -> str:
         """File, row and byte."""
@@ -129,11 +77,11 @@ class Manifest(Source):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self._lines.row(index)
-        for field in self._fields:
-            if field in row:
-                if not isinstance(row[field], str):
-                    raise BadSampleError(f"{self.name(index)}: {field!r} is no path: {row[field]!r}")
-                row[field] = str(self._folder / row[field])
+        for name in self._fields:
+            if name in row:
+                if not isinstance(row[name], str):
+                    raise BadSampleError(f"{self.name(index)}: {name!r} is no path: {row[name]!r}")
+                row[name] = str(self._folder / row[name])
         return row
 
     def name(self, index: int) -> str:
@@ -148,30 +96,8 @@ class Manifest(Source):
                 row = self[index]
             except BadSampleError:
                 continue
-            for field in self._fields:
-                path = Path(row[field]) if field in row else None
+            for name in self._fields:
+                path = Path(row[name]) if name in row else None
                 known = path is not None and path.is_file()
                 contents.append(file_sha256(path, self._lines.cache) if path and known else "")
         return combined_sha256("manifest", *self._fields, *self._lines.hashes(), *contents)
-
-
-def _line_spans(path: Path, cache: Path | None) -> NDArray[np.int64]:
-    """First byte and last byte + 1 of every non-blank line, kept under `cache` by the file's content."""
-    if cache is None:
-        return _scan(path)
-    index = cache / "lines" / f"{file_sha256(path, cache)[:32]}.npy"
-    if not index.is_file():
-        with fresh_file(index) as temporary:
-            np.save(temporary, _scan(path))
-    spans: NDArray[np.int64] = np.load(index)
-    return spans
-
-
-def _scan(path: Path) -> NDArray[np.int64]:
-    spans, start = array("q"), 0
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                spans.extend((start, start + len(line)))
-            start += len(line)
-    return np.array(spans, np.int64).reshape(-1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ _GROUPS_KEPT = 2
 
 @dataclass(frozen=True)
 class ParquetConfig(SourceConfig):
-    """Documents from one `column` of Parquet files. `paths` are files or globs.
+    """Documents from one `column` of Parquet files. `paths` (files or globs) are no part of what a run is.
 
     A read decodes the whole row group of a row: give `data.shuffle_block` about the size of one, unless the
     text is tokenized once.
     """
 
-    paths: tuple[str, ...]
+    paths: tuple[str, ...] = field(metadata={"how": True})
     column: str = "text"
 
     def build(self, cache: Path | None = None) -> Parquet:
