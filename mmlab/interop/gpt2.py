@@ -20,6 +20,8 @@ from mmlab.interop.weights import (
     checked,
     export_state,
     import_state,
+    needed,
+    plain_backbone,
     require,
 )
 from mmlab.models.decoder import DecoderConfig
@@ -64,21 +66,22 @@ def import_gpt2(
     activation = config.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         raise InteropError(f"activation_function {activation!r} is not one of {sorted(ACTIVATIONS)}")
+    width, positions = needed(config, "n_embd"), needed(config, "n_positions")
     backbone = BackboneConfig(
-        width=config["n_embd"],
-        depth=config["n_layer"],
-        num_heads=config["n_head"],
-        mlp_size=config.get("n_inner") or 4 * config["n_embd"],
+        width=width,
+        depth=needed(config, "n_layer"),
+        num_heads=needed(config, "n_head"),
+        mlp_size=config.get("n_inner") or 4 * width,
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         dropout=config.get("resid_pdrop", 0.1),
         init_std=config.get("initializer_range", 0.02),
     )
     tied = config.get("tie_word_embeddings", True)
-    model = DecoderConfig(tie_embeddings=tied, max_positions=config["n_positions"])
+    model = DecoderConfig(tie_embeddings=tied, max_positions=positions)
     named = {_prefixed(name): tensor for name, tensor in state.items() if not BUFFER.match(name)}
     ours = import_state(named, _entries(backbone.depth), HEAD, EMBEDDING, tied)
-    return checked(ImportedDecoder(backbone, model, config["vocab_size"], ours), expected)
+    return checked(ImportedDecoder(backbone, model, needed(config, "vocab_size"), ours), expected)
 
 
 def export_gpt2(imported: ImportedDecoder) -> tuple[dict[str, Any], State]:
@@ -98,6 +101,7 @@ def export_gpt2(imported: ImportedDecoder) -> tuple[dict[str, Any], State]:
             "decoder": (model.decoder, {}),
         },
     )
+    plain_backbone("GPT-2 export", backbone)
     names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == backbone.activation]
     if not names or model.max_positions is None:
         raise InteropError(

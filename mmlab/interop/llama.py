@@ -17,6 +17,8 @@ from mmlab.interop.weights import (
     checked,
     export_state,
     import_state,
+    needed,
+    plain_backbone,
     require,
 )
 from mmlab.models.decoder import DecoderConfig
@@ -24,6 +26,12 @@ from mmlab.models.decoder import DecoderConfig
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 BUFFER = re.compile(r".*rotary_emb\.inv_freq$")
 CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+UNSAID: dict[str, dict[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""What a configuration means where it leaves these keys out; else they follow from the query heads."""
 
 
 def import_llama(
@@ -51,15 +59,18 @@ def import_llama(
             "attention_bias": (config.get("attention_bias", False), False),
             "mlp_bias": (config.get("mlp_bias", False), False),
             "use_sliding_window": (config.get("use_sliding_window", False), False),
+            "layer_types": (set(config.get("layer_types") or []) - {"full_attention"}, set()),
         },
     )
+    config = {**UNSAID[kind], **config}
+    width, num_heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
     backbone = BackboneConfig(
-        width=config["hidden_size"],
-        depth=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_size=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        mlp_size=config["intermediate_size"],
+        width=width,
+        depth=needed(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_size=config.get("head_dim") or width // num_heads,
+        mlp_size=needed(config, "intermediate_size"),
         activation="swiglu",
         norm="rmsnorm",
         norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -74,8 +85,8 @@ def import_llama(
     tied = config.get("tie_word_embeddings", False)
     named = {name: tensor for name, tensor in state.items() if not BUFFER.match(name)}
     ours = import_state(named, _entries(backbone), HEAD, EMBEDDING, tied)
-    model = DecoderConfig(tie_embeddings=tied)
-    return checked(ImportedDecoder(backbone, model, config["vocab_size"], ours), expected)
+    model, length = DecoderConfig(tie_embeddings=tied), config.get("max_position_embeddings")
+    return checked(ImportedDecoder(backbone, model, needed(config, "vocab_size"), ours, length), expected)
 
 
 def export_llama(imported: ImportedDecoder) -> tuple[dict[str, Any], State]:
@@ -96,6 +107,7 @@ def export_llama(imported: ImportedDecoder) -> tuple[dict[str, Any], State]:
             "window": (backbone.window, backbone.window if kind == "mistral" else None),
         },
     )
+    plain_backbone(f"{kind} export", backbone)
     config = {
         "model_type": kind,
         "architectures": [CLASSES[kind]],
@@ -112,6 +124,8 @@ def export_llama(imported: ImportedDecoder) -> tuple[dict[str, Any], State]:
         "initializer_range": backbone.init_std,
         "tie_word_embeddings": model.tie_embeddings,
     }
+    if imported.trained_length is not None:
+        config["max_position_embeddings"] = imported.trained_length
     if kind == "mistral":
         config["sliding_window"] = backbone.window
     return config, export_state(imported.state, _entries(backbone), HEAD, EMBEDDING, model.tie_embeddings)
@@ -121,7 +135,8 @@ def _rope_base(config: Mapping[str, Any]) -> float:
     """Rotary base of the present (`rope_parameters`) or the former (`rope_theta`, `rope_scaling`) form."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    require("rotary positions", {"rope_type": (kind, "default")})
+    part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    require("rotary positions", {"rope_type": (kind, "default"), "partial_rotary_factor": (part, 1.0)})
     return float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
 
 

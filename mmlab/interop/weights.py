@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from mmlab.backbone.config import BackboneConfig
 from mmlab.models.decoder import Decoder, DecoderConfig
 
 State = dict[str, Tensor]
 
-COMPUTED = (
+TRAINING = ("dropout", "init_std", "residual_init")
+"""Fields of a backbone's configuration that do not decide the values that it computes from given weights."""
+
+EXPRESSED = (
     "width",
     "depth",
     "num_heads",
-    "kv_heads",
-    "key_size",
-    "inner_size",
+    "num_kv_heads",
+    "head_size",
+    "mlp_size",
     "activation",
     "norm",
     "norm_eps",
@@ -30,7 +35,10 @@ COMPUTED = (
     "rope_base",
     "window",
 )
-"""What of a backbone's configuration decides the values that it computes."""
+"""Fields that an exporter writes or checks itself."""
+
+DERIVED = {"num_kv_heads": "kv_heads", "head_size": "key_size", "mlp_size": "inner_size"}
+"""Fields that may be null, and where their value stands then."""
 
 
 class InteropError(ValueError):
@@ -62,18 +70,38 @@ class Entry:
 
 @dataclass(frozen=True)
 class ImportedDecoder:
-    """A decoder in our terms: configurations, number of ids, and the state of `Decoder`."""
+    """A decoder in our terms.
+
+    Args:
+        backbone: of the decoder, its overrides applied.
+        model: what is not the backbone's.
+        size: number of ids.
+        state: the state of `Decoder`.
+        trained_length: tokens of the longest rows it was trained on, where rotary positions set no limit.
+    """
 
     backbone: BackboneConfig
     model: DecoderConfig
     size: int
     state: State
+    trained_length: int | None = None
 
     def build(self) -> Decoder:
         """The network with these weights, in their type."""
-        decoder = Decoder(self.backbone, self.model, self.size)
+        with _Undrawn():
+            decoder = Decoder(self.backbone, self.model, self.size)
         decoder.load_state_dict({name: value.clone() for name, value in self.state.items()}, assign=True)
         return decoder
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves weights undrawn that are replaced at once: drawing takes seconds, on the meta device too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "trunc_normal_", "uniform_"):
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 def import_state(
@@ -120,7 +148,7 @@ def checked(imported: ImportedDecoder, expected: BackboneConfig | None) -> Impor
     Raises:
         InteropError: names the tensor and both shapes, or the field and both values.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         built = Decoder(imported.backbone, imported.model, imported.size).state_dict()
     for name, tensor in built.items():
         given = imported.state[name]
@@ -129,11 +157,34 @@ def checked(imported: ImportedDecoder, expected: BackboneConfig | None) -> Impor
                 f"{name}: the checkpoint gives {tuple(given.shape)}, the configuration {tuple(tensor.shape)}"
             )
     if expected is not None:
-        for name in COMPUTED:
-            ours, wanted = getattr(imported.backbone, name), getattr(expected, name)
-            if ours != wanted:
-                raise InteropError(f"{name}: the checkpoint has {ours!r}, {wanted!r} was asked for")
+        same_backbone(imported.backbone, expected)
     return imported
+
+
+def same_backbone(found: BackboneConfig, expected: BackboneConfig) -> None:
+    """InteropError names the first field that makes the two compute different values."""
+    for field in fields(BackboneConfig):
+        name = DERIVED.get(field.name, field.name)
+        ours, wanted = getattr(found, name), getattr(expected, name)
+        # Some writers round a configuration to float32.
+        near = isinstance(ours, float) and isinstance(wanted, float) and isclose(ours, wanted, rel_tol=1e-6)
+        if ours != wanted and not near and field.name not in TRAINING:
+            raise InteropError(f"{name}: the checkpoint has {ours!r}, {wanted!r} was asked for")
+
+
+def plain_backbone(what: str, backbone: BackboneConfig) -> None:
+    """InteropError for a field, other than those `EXPRESSED` or of training, that is not at its default."""
+    for field in fields(BackboneConfig):
+        value = getattr(backbone, field.name)
+        if field.name not in (*EXPRESSED, *TRAINING) and value != field.default:
+            raise InteropError(f"{what}: {field.name} is {value!r}, only {field.default!r} can be expressed")
+
+
+def needed(config: Mapping[str, Any], key: str) -> Any:
+    """The value of `key`; InteropError if the other side's configuration lacks it."""
+    if key not in config:
+        raise InteropError(f"the configuration lacks {key!r}")
+    return config[key]
 
 
 def require(what: str, values: Mapping[str, tuple[Any, Any]]) -> None:

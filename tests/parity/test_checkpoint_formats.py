@@ -185,3 +185,24 @@ def test_type_of_the_weights_is_kept() -> None:
     half = {name: x.to(torch.bfloat16) for name, x in _gpt2_state().items()}
     network = import_gpt2(GPT2, half).build()
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("give", [export_gpt2, export_llama])
+def test_export_refuses_what_no_field_of_theirs_says(give: Any) -> None:
+    found = import_gpt2(GPT2, _gpt2_state()) if give is export_gpt2 else _llama()
+    scaled = dataclasses.replace(found.backbone, parametrization="mup", base_width=D // 2)
+    with pytest.raises(InteropError, match="parametrization is 'mup', only 'standard' can be expressed"):
+        give(dataclasses.replace(found, backbone=scaled))
+    assert give(found)[0]["vocab_size"] == 11
+
+
+def test_what_a_configuration_leaves_out_means_what_its_class_says() -> None:
+    qwen3 = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    qwen3 |= {"model_type": "qwen3", "num_attention_heads": 32}
+    state = _llama_state() | {
+        f"model.layers.0.self_attn.{kind}_norm.weight": torch.ones(128) for kind in "qk"
+    }
+    with pytest.raises(InteropError, match=r"query\.weight: the checkpoint gives \(8, 8\).*\(4096, 8\)"):
+        import_llama(qwen3, state)
+    with pytest.raises(InteropError, match="the configuration lacks 'intermediate_size'"):
+        import_llama({key: value for key, value in LLAMA.items() if key != "intermediate_size"}, state)
