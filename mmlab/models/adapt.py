@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank updates (arXiv:2106.09685): a matrix W acts as W + alpha / rank * B A, and only A, B are trained.
+    """Low-rank updates (arXiv:2106.09685): a matrix W acts as W + alpha / rank * B A; only A, B are trained.
 
     Args:
         rank: inner size of the update.
         alpha: scale of the update; at `alpha = rank` it is 1.
-        targets: patterns (`fnmatch`) of the modules, by their name in the network, whose matrix gets an update.
+        targets: patterns (`fnmatch`) of module names in the network; the matrices of these get an update.
         dropout: probability on the input of the update.
     """
 
@@ -34,8 +34,8 @@ class LoRAConfig:
 class AdaptConfig:
     """Where the weights come from and what is trained of them.
 
-    Patterns are `fnmatch` patterns of parameter names in the network (`backbone.blocks.0.*`); one that matches
-    nothing is an error.
+    Patterns are `fnmatch` patterns of parameter names in the network (`backbone.blocks.0.*`); one that
+    matches nothing is an error.
 
     Args:
         weights: run folder, checkpoint file or Hugging Face folder that the network starts from; null draws
