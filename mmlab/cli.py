@@ -6,11 +6,15 @@ need Hydra. Exit status: 0 done, 1 the run failed, 2 the command line or the con
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mmlab import help
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb, rest = (words[0], words[1:]) if words else ("--help", [])
     if verb in HELP:
-        from mmlab import help
-
         print(help.general())
     elif verb == "--version":
         from importlib.metadata import version
@@ -39,18 +41,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _complete(words)
     elif verb == "train":
         _train(rest)
+    elif verb in help.VERBS:
+        _other(verb, rest)
     else:
-        from mmlab import help
         from mmlab.typed import suggest
 
         wish = suggest(verb, help.VERBS)
         _stop(f"{verb}: unknown verb{wish}\nmmlab VERB key=value ...   (mmlab --help lists the verbs)")
 
 
+def _other(verb: str, words: list[str]) -> None:
+    """A verb of one process: module `mmlab.VERB` with a config class, `run`, and the entry conf/VERB.yaml."""
+    if HELP & set(words):
+        print(help.other(verb))
+        return
+    module = importlib.import_module(f"mmlab.{verb}")
+    jobs = Jobs(
+        verb, words, getattr(module, f"{verb.title()}Config"), lambda config, folder: module.run(config)
+    )
+    _with_hydra(words, jobs, verb)
+    jobs.report()
+
+
 def _train(words: list[str]) -> None:
     if HELP & set(words):
-        from mmlab import help
-
         print(help.train())
         return
     here = None
@@ -65,38 +79,57 @@ def _train(words: list[str]) -> None:
         if folder is not None:
             _train_here([str(folder)])
         return
-    jobs = Jobs(words, here)
-    _with_hydra(words, jobs)
+    from mmlab.config import RunConfig
+
+    start = functools.partial(_start, command=["mmlab", "train", *words], here=here)
+    jobs = Jobs("train", words, RunConfig, start)
+    _with_hydra(words, jobs, "train")
     jobs.report()
+
+
+def _start(config: RunConfig, folder: Path | None, *, command: list[str], here: Outer | None) -> None:
+    """Decides where a run goes and trains it there."""
+    from mmlab import launch
+
+    if here is not None:
+        config = launch.with_outer_devices(config, here)
+    place = launch.decide(config, _data_fingerprint, folder=folder, command=command)
+    if here is not None:
+        launch.announce(here, None if place.finished else place.folder)
+    if not place.finished:
+        launch.train(config, place.folder, _train_here)
 
 
 class Jobs:
     """Runs the jobs that Hydra gives it, and remembers those that failed: one failure stops no other job.
 
     Args:
+        verb: what every job does.
         words: the command line after the verb.
-        here: this process as one of several that something else started.
+        cls: dataclass of a job's configuration.
+        run: does one job, given its checked configuration and, in a sweep, its folder.
     """
 
-    def __init__(self, words: Sequence[str], here: Outer | None) -> None:
-        self.command = ["mmlab", "train", *words]
-        self.here = here
+    def __init__(
+        self, verb: str, words: Sequence[str], cls: type[Any], run: Callable[[Any, Path | None], None]
+    ) -> None:
+        self.verb, self.words, self.cls, self.run = verb, list(words), cls, run
         self.sweep = False
         self.started = 0
         self.failed: list[tuple[str, BaseException]] = []
 
     def __call__(self, composed: DictConfig) -> None:
-        """One job: its resolved and checked configuration, its folder, its training."""
+        """One job: its resolved and checked configuration, its folder, its work."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
         settings = HydraConfig.get()
         self.sweep = settings.mode == RunMode.MULTIRUN
         self.started += 1
-        label = f"job {settings.job.num} ({' '.join(settings.overrides.task)})" if self.sweep else "run"
+        label = f"job {settings.job.num} ({' '.join(settings.overrides.task)})" if self.sweep else self.verb
         folder = Path(os.path.relpath(settings.runtime.output_dir)) if self.sweep else None
         try:
-            self._run(composed, folder)
+            self.run(self._checked(composed), folder)
         except (Exception, SystemExit) as error:
             if type(error).__name__ in ("SIGTERMException", "SignalException"):
                 raise  # the process was asked to stop: so does a sweep
@@ -104,22 +137,14 @@ class Jobs:
             if self.sweep:
                 _show(label, error)
 
-    def _run(self, composed: DictConfig, folder: Path | None) -> None:
+    def _checked(self, composed: DictConfig) -> Any:
         from hydra.core.hydra_config import HydraConfig
 
-        from mmlab import launch
-        from mmlab.config import RunConfig, resolve, typed
+        from mmlab.config import resolve, typed
 
         sources = HydraConfig.get().runtime.config_sources
         node = resolve(composed, [Path(source.path) for source in sources if source.schema == "file"])
-        config = typed(node, RunConfig)
-        if self.here is not None:
-            config = launch.with_outer_devices(config, self.here)
-        place = launch.decide(config, _data_fingerprint, folder=folder, command=self.command)
-        if self.here is not None:
-            launch.announce(self.here, None if place.finished else place.folder)
-        if not place.finished:
-            launch.train(config, place.folder, _train_here)
+        return typed(node, self.cls)
 
     def report(self) -> None:
         """Names the jobs that failed and leaves with their exit status; does nothing if all went well."""
@@ -138,8 +163,8 @@ class Jobs:
         raise SystemExit(2 if all(isinstance(error, ConfigError) for _, error in self.failed) else 1)
 
 
-def _with_hydra(words: Sequence[str], task: Callable[[DictConfig], None]) -> None:
-    """Lets Hydra parse `words` and call `task`, for every job of a sweep; explains what it cannot compose."""
+def _with_hydra(words: Sequence[str], task: Callable[[DictConfig], None], entry: str) -> None:
+    """Lets Hydra parse `words` over conf/ENTRY.yaml and call `task` for every job; explains what fails."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -152,12 +177,12 @@ def _with_hydra(words: Sequence[str], task: Callable[[DictConfig], None]) -> Non
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"  # so that Hydra raises what it would print and exit with
     try:
-        hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(task)()
+        hydra.main(version_base="1.3", config_path=str(folder), config_name=entry)(task)()
     except (HydraException, OmegaConfBaseException) as error:
         if before == "1":
             raise
         overrides = [word for word in words if not word.startswith("-")]
-        _stop(str(explain(error, overrides, folder)))
+        _stop(str(explain(error, overrides, folder, entry)))
     finally:
         sys.argv = argv
         os.environ.pop(FULL_ERROR)
@@ -167,8 +192,6 @@ def _with_hydra(words: Sequence[str], task: Callable[[DictConfig], None]) -> Non
 
 def _complete(words: list[str]) -> None:
     """Completion as Hydra does it, after the verb has been taken out of the line."""
-    from mmlab import help
-
     typed_so_far = os.environ.get("COMP_LINE", "").split(" ")[1:]  # the program's name aside
     if "query" in words[-1]:
         if len(typed_so_far) < 2:
@@ -178,7 +201,8 @@ def _complete(words: list[str]) -> None:
             print(" ".join(f"experiment={name}" for name in help.experiments()))
             return
         os.environ["COMP_LINE"] = " ".join(["mmlab", *typed_so_far[1:]])
-    _with_hydra(words, lambda composed: None)
+    entry = typed_so_far[0] if typed_so_far and typed_so_far[0] in help.VERBS else "train"
+    _with_hydra(words, lambda composed: None, entry)
 
 
 def _train_here(arguments: Sequence[str]) -> None:

@@ -78,7 +78,7 @@ def compose(
         try:
             return resolve(hydra.compose(config_name, list(overrides)), [folder])
         except (HydraException, OmegaConfBaseException) as error:
-            raise explain(error, list(overrides), folder) from error
+            raise explain(error, list(overrides), folder, config_name) from error
 
 
 @contextmanager
@@ -155,8 +155,10 @@ def check_notation(folder: Path) -> None:
                 )
 
 
-def explain(error: Exception, overrides: Sequence[str], folder: Path) -> ConfigError:
+def explain(error: Exception, overrides: Sequence[str], folder: Path, entry: str = "train") -> ConfigError:
     """One message for what Hydra or OmegaConf could not compose, with the word that was probably meant."""
-    return ConfigError(
-        complaints.message(error, overrides, folder, lambda words: compose(words, folder=folder))
-    )
+
+    def composed(words: Sequence[str]) -> dict[str, Any]:
+        return compose(words, config_name=entry, folder=folder)
+
+    return ConfigError(complaints.message(error, overrides, folder, composed))

@@ -5,7 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 HEADER = ("question", "command", "needs", "expect")
-VERBS = {"train": "train one run, or with -m a sweep of runs"}
+VERBS = {
+    "train": "train one run, or with -m a sweep of runs",
+    "generate": "continue prompts, or answer them, with a trained or imported model",
+    "evaluate": "measure a checkpoint: likelihood, minimal pairs, multiple choice, exact match",
+    "prepare": "make vocabularies and token files",
+}
+EXAMPLES = {
+    "generate": (
+        ('checkpoint=runs/NAME/TIME prompt="Once upon"', "go on from a text, printed as it comes"),
+        ("checkpoint=FOLDER chat=true prompt=...", "ask a Hugging Face folder or a run with a chat template"),
+        ("checkpoint=... prompts=FILE output=FILE.jsonl", "many prompts, one row each"),
+        ("checkpoint=... prompt=... sampling.temperature=0", "greedy"),
+    ),
+    "evaluate": (
+        (
+            "checkpoint=runs/NAME/TIME evaluation=likelihood ...",
+            "loss, perplexity and bits per byte of documents",
+        ),
+        ("checkpoint=... evaluation=blimp evaluation.path=FILE", "minimal pairs"),
+        ("-m checkpoint=A,B evaluation=...", "several, one after another"),
+    ),
+    "prepare": (
+        ("preparation=vocabulary ...", "train a byte-pair vocabulary, stored as tiktoken ranks"),
+        ("preparation=tokens ...", "tokenize documents into the cache, in parallel"),
+        ("preparation=named name=gpt2", "fetch a published vocabulary into the cache"),
+    ),
+}
 
 
 def general() -> str:
@@ -46,6 +72,17 @@ def train() -> str:
         "A key's meaning stands in the docstring of its config class; all keys: mmlab train --cfg job.",
         "HYDRA_FULL_ERROR=1 shows the whole stack of an error.",
     ]
+    return "\n".join(lines)
+
+
+def other(verb: str) -> str:
+    """What `mmlab VERB --help` prints for a verb other than train: examples and its entry file."""
+    usage = [f"mmlab {verb} {words}" for words, _ in EXAMPLES[verb]]
+    width = max(map(len, usage))
+    lines = [f"mmlab {verb} key=value ...", "", VERBS[verb], ""]
+    lines += [f"  {words:<{width}}  {what}" for words, (_, what) in zip(usage, EXAMPLES[verb], strict=True)]
+    entry = (conf_folder() / f"{verb}.yaml").read_text(encoding="utf-8").splitlines()
+    lines += ["", "Keys:", *(f"  {line}" for line in entry)]
     return "\n".join(lines)
 
 

@@ -53,7 +53,7 @@ def run(folder: Path) -> dict[str, float]:
     start = newest_checkpoint(folder)
     if start is not None and _step(start) >= config.schedule.steps:
         return _already_finished(folder, config, start)
-    task, data = build_task(config), build_data(config)
+    task, data = build_task(config, load_weights=start is None), build_data(config)
     first = getattr(rank_zero_only, "rank", 0) == 0
     if first:  # before anything of an earlier process is touched: it refuses other data and another identity
         records.start_segment(folder, config, data.fingerprint(), from_step=_step(start))
@@ -92,8 +92,13 @@ def _already_finished(folder: Path, config: RunConfig, last: Path) -> dict[str, 
     return dict(state["latest"])
 
 
-def build_task(config: RunConfig) -> Task:
-    """The task of a run, with the switches of its trainer."""
+def build_task(config: RunConfig, *, load_weights: bool = True) -> Task:
+    """The task of a run, with the switches of its trainer.
+
+    Args:
+        config: the run.
+        load_weights: the network starts from `adapt.weights`; False where a checkpoint is loaded afterwards.
+    """
     from mmlab.tasks.base import Switches
     from mmlab.tasks.config import TaskParts
 
@@ -103,6 +108,7 @@ def build_task(config: RunConfig) -> Task:
         activation_checkpointing=config.trainer.activation_checkpointing,
         compile=config.trainer.compile,
         log_every=config.trainer.log_every,
+        load_weights=load_weights,
     )
     return task
 

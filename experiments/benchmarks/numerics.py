@@ -41,6 +41,19 @@ COMMON = (
     "resume=none",
 )
 
+EMBEDDED = (
+    "data=python",
+    "modality/text=bytes",
+    "data.max_length=64",
+    "data.num_workers=0",
+    "task.stream=false",
+)
+"""Text that every machine has, in place of an experiment's own."""
+
+TINY = ("backbone.width=32", "backbone.depth=2", "backbone.num_heads=2", "backbone.dropout=0.1")
+
+ONE_CPU = ("devices=1", "strategy=single", "trainer.compile=false", "trainer.activation_checkpointing=false")
+
 EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "text/python": (
         "backbone.width=32",
@@ -51,6 +64,43 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
         "data.batch_size=512",
         "data.micro_batch_size=256",
         "data.num_workers=0",
+    ),
+    "text/shakespeare": (*EMBEDDED, *TINY, "backbone.mlp_size=48", "data.batch_size=512"),
+    "text/prose": (*EMBEDDED, *TINY, "backbone.mlp_size=48", "data.batch_size=512"),
+    "text/smollm2_sft": (
+        *EMBEDDED,
+        *TINY,
+        "backbone.num_kv_heads=1",
+        "backbone.mlp_size=48",
+        "task=language_modeling",
+        "~modality/text/chat",
+        "~modality.text.path",
+        "~modality.text.pattern",
+        "~modality.text.num_ids",
+        "adapt.weights=null",
+        "data.batch_size=512",
+        "data.micro_batch_size=null",
+    ),
+    "text/gpt2_124m": (
+        *EMBEDDED,
+        *TINY,
+        *ONE_CPU,
+        "~data.train.paths",
+        "~data.validation.paths",
+        "model.max_positions=64",
+        "data.batch_size=512",
+        "data.micro_batch_size=null",
+    ),
+    "text/llama_1b": (
+        *EMBEDDED,
+        *TINY,
+        *ONE_CPU,
+        "~data.train.paths",
+        "~data.validation.paths",
+        "backbone.num_kv_heads=1",
+        "backbone.mlp_size=48",
+        "data.batch_size=512",
+        "data.micro_batch_size=null",
     ),
 }
 """Experiments by name, with the overrides that make each one tiny. A new experiment gets a line here."""

@@ -27,7 +27,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "prepare",
     ),
     ("tasks", "callbacks", "strategies", "records"),
-    ("evaluation", "inference", "interop", "optim"),
+    ("evaluation",),
+    ("inference", "interop", "optim"),
     ("models", "data"),
     ("modalities",),
     ("backbone",),
@@ -144,7 +145,9 @@ def _sibling_breach(edge: Import) -> bool:
             return here != there and there not in open_to  # the modules of a subfolder are one sibling
     if inside(edge.source, "models") and is_own(edge.target) and inside(edge.target, "models"):
         plain = edge.source.split(".")[-1] in ("base", "encoder", "decoder")
-        return edge.target.split(".")[-1] not in (("base",) if plain else ("base", "encoder", "decoder"))
+        return edge.target.split(".")[-1] not in (
+            ("base",) if plain else ("base", "adapt", "encoder", "decoder")
+        )
     return False
 
 

@@ -137,5 +137,5 @@ def test_relative_import_in_a_folder_resolves_to_the_folder() -> None:
         "mmlab.data:1 imports mmlab.data.order: an __init__ is empty or lazy"
     ]
     assert rules.upward_imports(package) == [
-        "mmlab.data.order:1 imports mmlab.tasks.base: row 1 from row 3, only rows below are open"
+        "mmlab.data.order:1 imports mmlab.tasks.base: row 1 from row 4, only rows below are open"
     ]

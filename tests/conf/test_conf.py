@@ -37,7 +37,26 @@ OPTIONS = sorted(
     for path in CONF.rglob("*/*.yaml")
     if "experiment" not in path.parts and "launcher" not in path.parts
 )
+ENTRIES = {
+    "evaluation": ("evaluate", ("checkpoint=somewhere",)),
+    "preparation": ("prepare", ()),
+    "source": ("prepare", ("preparation=vocabulary", "output=a.tiktoken")),
+}
 TOGETHER = {
+    **{
+        ("evaluation", name): [f"evaluation.path=a.{name}"]
+        for name in ("blimp", "exact_match", "gsm8k", "multiple_choice")
+    },
+    ("evaluation", "likelihood"): ["evaluation.source.paths=[a.txt]"],
+    ("evaluation", "likelihood_jsonl"): ["evaluation.source.paths=[a.jsonl]"],
+    ("preparation", "named"): ["name=gpt2"],
+    ("preparation", "tokens"): ["source.paths=[a]"],
+    ("preparation", "vocabulary"): ["source.paths=[a]", "output=a.tiktoken"],
+    **{("source", name): ["source.paths=[a]"] for name in ("jsonl", "parquet", "text_files")},
+    ("modality/text", "bpe"): ["modality.text.path=a.tiktoken"],
+    ("modality/text", "huggingface"): ["modality.text.path=a"],
+    ("adapt", "full"): ["adapt.weights=a"],
+    ("adapt", "lora"): ["adapt.weights=a"],
     ("strategy", "ddp"): ["devices=2"],
     ("strategy", "fsdp"): ["devices=2"],
     **{
@@ -82,9 +101,11 @@ def test_experiment_says_what_it_is_for(name: str) -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(group: str, option: str) -> None:
-    node = compose([f"{group}={option}", *TOGETHER.get((group, option), [])])
+    entry, words = ENTRIES.get(group, ("train", ()))
+    module = importlib.import_module("mmlab.config" if entry == "train" else f"mmlab.{entry}")
+    node = compose([*words, f"{group}={option}", *TOGETHER.get((group, option), [])], config_name=entry)
     assert "${" not in yaml.safe_dump(node)
-    typed(node, RunConfig)
+    typed(node, RunConfig if entry == "train" else getattr(module, f"{entry.title()}Config"))
 
 
 def test_files_are_short_and_only_entries_choose() -> None:
